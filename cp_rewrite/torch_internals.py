@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 import sys
 import weakref
@@ -69,6 +70,8 @@ __all__ = [
 their C++ code turns symbolic sizes into constants. Dynamo runs what `comptime` is called with while it traces the
 call. `matmul` is the product written in Python, in bmm and views."""
 LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
+READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
+"""Whether Dynamo reads a function once that is marked as a compile region, however often it is called: from 2.13 on."""
 """A BlockMask of blocks of this size fits attention of any length."""
 # -- fake tensors and memory -------------------------------------------------------------------------------
 

@@ -24,8 +24,10 @@ pass takes and hands on with what it found:
     local_sizes            local_sizes.py            sizes are a rank's, where they were the row's
     verify_graph           checks.py                 the new graph is whole
 
-The first eleven only read; where one of them refuses, the graph stays as it is. Values that passes hand on are in
-`values/`, what all of them ask of a graph is in `graph/`. Import as `cp_rewrite.passes` only.
+Where Dynamo read the blocks of a model once, they stand in the graph once for each of their calls behind all that
+(`instantiated`, instantiate.py). The first eleven only read; where one of them refuses, the graph stays as it is.
+Values that passes hand on are in `values/`, what all of them ask of a graph is in `graph/`. Import as
+`cp_rewrite.passes` only.
 """
 
 if __name__ != "cp_rewrite.passes":
@@ -50,6 +52,7 @@ from .checks import (
 )
 from .graph.nodes import guard_number
 from .graph.tokens import module_numbers
+from .instantiate import instantiate, instantiated
 from .local_sizes import give_local_sizes, local_arguments, local_examples, local_sizes
 from .locality.walk import check_token_locality
 from .match.find_sites import match_attention, record_masks
@@ -118,6 +121,8 @@ __all__ = [
     "State",
     "give_local_sizes",
     "guard_size_conditions",
+    "instantiate",
+    "instantiated",
     "local_arguments",
     "local_examples",
     "run_passes",

@@ -14,9 +14,10 @@ others, attention and what travels among them, are barriers: what they give was 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from .graph.nodes import (
     value_of,
 )
 from .graph.writes import memory_of, written_memory
-from .locality.claims import REPLICATED, UNKNOWN, Extents, Mixes, Order, Partial, Rows, T, with_fewer
+from .locality.claims import REPLICATED, UNKNOWN, Extents, Mixes, Order, Partial, Rows, T, joined, with_fewer
 from .locality.run import NodeRunner, States, Trace, unknown_like
 from .values.state import State
 
@@ -60,14 +61,14 @@ class Rowwise:
         extents: Extents,
         mode: FakeTensorMode,
         around: Rowwise | None = None,
-        call: RegionCall | None = None,
+        calls: Sequence[RegionCall] = (),
     ) -> None:
-        """`around`, `call`: of a region, the graph that calls it, and where."""
+        """`around`, `calls`: of a region, the graph that calls it, and where, in one mode."""
         self.extents, self.gm, self.mode = extents, gm, mode
-        self.again = call is not None and (is_checkpoint(call.node) or (around is not None and around.again))
+        self.again = around is not None and (around.again or any(is_checkpoint(call.node) for call in calls))
         self.states: dict[fx.Node, States] = {}
         self.alone: set[fx.Node] = set()
-        outer: Mode = ((), True) if around is None or call is None else around.modes[call.node]
+        outer: Mode = ((), True) if around is None else around.modes[calls[0].node]
         self.modes: dict[fx.Node, Mode] = {
             node: ((*outer[0], *autocasts), outer[1] and grad) for node, (autocasts, grad) in modes_of(gm.graph).items()
         }
@@ -78,8 +79,10 @@ class Rowwise:
         plan = _plan_inputs(state)
         for node in gm.graph.find_nodes(op="placeholder"):
             self.states[node] = self._from_plan(node, plan[node]) if node in plan else self._as_proven(node)
-        if around is not None and call is not None:
-            self.states |= {inside: around.state_of(given) for inside, given in call.filled.items()}
+        if around is not None:
+            given = zip(*([around.state_of(operand) for operand in call.operands] for call in calls), strict=True)
+            inside = gm.graph.find_nodes(op="placeholder")
+            self.states |= {node: functools.reduce(joined, states) for node, states in zip(inside, given, strict=True)}
         with self._runner.running(), autocasts_open(outer[0]):
             self._walk()
 

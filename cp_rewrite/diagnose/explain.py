@@ -25,17 +25,18 @@ from torch import SymInt, Tensor, nn
 from cp_rewrite import passes
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.packing import CuSeqlens, packing_args, untaken_args, whole_args
-from cp_rewrite.passes.capture.capture import capture
+from cp_rewrite.passes.capture.capture import capture, copied
 from cp_rewrite.passes.graph.diff import graph_diff, graph_lines, target_name
 from cp_rewrite.passes.graph.nodes import graph_modules
 from cp_rewrite.passes.locality.rules.states import OnPieces
 from cp_rewrite.passes.values.edits import Converted, OfSums
 from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
+from cp_rewrite.segments.blocks import ReadApart, ReadOnce
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
-from .target import GraphNeeds, Target, facts_of, needs_of, target_of
+from .target import Target, facts_of, needs_of, target_of
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
@@ -340,18 +341,27 @@ def explain(
         found: list[Report] = []
 
         def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            found.append(_report(capture(gm, sharding, active_plan(sharding)), model))
+            try:
+                found.append(_report(capture(gm, sharding, active_plan(sharding)), model, blocks.able))
+            except Exception as error:
+                if blocks.able:
+                    raise ReadApart from error
+                raise
+            if blocks.able and found[-1].refusals:
+                raise ReadApart(str(found.pop()))
             # Torch keeps nothing of it: guards of a graph that nobody runs take long to make, and count as a compile.
             raise _Captured
 
-        unread = untaken_args(model, sharding.packing, batch)
+        unread, blocks = untaken_args(model, sharding.packing, batch), ReadOnce(model)
         with sharding.shard(batch, shift_labels=shift_labels, label_arg=label_arg, drop=unread) as local:
             try:
                 # Of symbolic sizes torch's cache of fake results remembers little, and hashing them takes long.
                 with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), weights_on_cpu(model):
-                    torch.compile(model, backend=capture_backend, fullgraph=True)(**local)
+                    blocks.call(lambda: torch.compile(model, backend=capture_backend, fullgraph=True)(**local))
             except _Captured:
                 return found[0]
+            finally:
+                blocks.end()
         raise RuntimeError("the model has no graph to explain: nothing in it is a tensor computation")
 
     def dry_run(**batch: Any) -> Report:
@@ -390,15 +400,22 @@ class _Captured(BaseException):
     """No Exception: no handler of Dynamo's, or of a module around the graph, looks at it."""
 
 
-def _report(state: passes.State, model: Any) -> Report:
-    before, ops_before = graph_lines(state.graph_module), _op_counts(state.graph_module)
+def _report(state: passes.State, model: Any, once: bool) -> Report:
+    """`once`: blocks were read once for all; in the report they stand as often as they run."""
+    gm, origin = _plain(state.graph_module) if once else (state.graph_module, dict[fx.Node, fx.Node]())
+    before, ops_before = graph_lines(gm), _op_counts(gm)
     where = {id(node): source_line(node) for node in state.graph_module.graph.nodes}
     length = next((hint(found.tokens) for found in state.tokens.inputs), None) or state.plan.plan.local_size
     rows = length * len(state.plan.plan.rows)  # in the graph before it has a rank's sizes
     target = facts_of(state)
     facts = target[1] if target else None
-    counted = needs_of(model, state.graph_module, rows, facts) if isinstance(model, nn.Module) else None
+    counted = needs_of(model, gm, rows, facts) if isinstance(model, nn.Module) else None
     state = passes.run_passes(replace(state, target=facts))
+    # Of what tiles may spare, all that the rewritten graph still has.
+    tiled = counted is not None and state.sharding.tile is not None and not state.refusals
+    needs = counted and (counted.after(state.graph_module, origin) if tiled else counted.needs)
+    if once and not state.refusals:
+        state = passes.instantiated(state)
     decisions = {id(decision.site): decision for decision in state.decisions}
     sites: list[SiteReport] = []
     for site in state.sites:
@@ -416,15 +433,16 @@ def _report(state: passes.State, model: Any) -> Report:
         *(() if state.refusals else (*_reads(state, where), *_states(state, where))),
     ]
     notes = (_KERNELS.format(target[0]),) if target and target[1].capability and sites else ()
-    forecast = None if state.refusals else _forecast(state, counted)
+    forecast = None if state.refusals else target_of(state, needs)
     return Report(tuple(sites), state.refusals, ops_before, ops_after, *texts, tuple(collectives), notes, forecast)
 
 
-def _forecast(state: passes.State, counted: GraphNeeds | None) -> Target:
-    """Bytes of the rewritten graph: of what tiles may spare, all that it still has."""
-    if counted is None or state.sharding.tile is None:
-        return target_of(state, counted and counted.needs)
-    return target_of(state, counted.after(state.graph_module))
+def _plain(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of a graph in which each block stands as often as it runs; each of its nodes -> the graph's own."""
+    copies: dict[fx.Node, fx.Node] = {}
+    plain = copied(gm, copies)
+    origin = {copy: node for node, copy in copies.items()}
+    return plain, origin | {node: origin[inside] for node, inside in passes.instantiate(plain).items()}
 
 
 _KERNELS = "kernels are those of an {} in bfloat16, where FlashAttention 4 is installed (pip install 'cp_rewrite[fa4]')"

@@ -74,11 +74,13 @@ class GraphNeeds:
     head: fx.Node | None
     wide: tuple[Mapping[fx.Node, float], ...]
 
-    def after(self, gm: fx.GraphModule) -> Needs:
+    def after(self, gm: fx.GraphModule, origin: Mapping[fx.Node, fx.Node]) -> Needs:
         """The needs once passes have put into tiles what they could: what the graph still has is in none.
 
-        Layers that are not checkpointed stay: tiles spare less there than where the backward computes all again."""
+        Layers that are not checkpointed stay: tiles spare less there than where the backward computes all again.
+        `origin`: of nodes that are copies, the node of the graph."""
         there = {node for body in graph_modules(gm) for node in body.graph.nodes}
+        there |= {copy for copy, node in origin.items() if node in there}
         layers = [
             replace(layer, wide=sum(size for node, size in nodes.items() if node not in there))
             if layer.checkpointed
@@ -86,7 +88,7 @@ class GraphNeeds:
             for layer, nodes in zip(self.needs.layers, self.wide, strict=True)
         ]
         has = self.head is not None and self.head in there
-        returned = self.head is not None and has and is_given(self.head)
+        returned = self.head is not None and has and is_given(origin.get(self.head, self.head))
         return replace(self.needs, layers=tuple(layers), returned=returned, whole_logits=has)
 
 

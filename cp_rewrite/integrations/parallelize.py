@@ -43,6 +43,7 @@ from cp_rewrite.batch.steps import begun_from
 from cp_rewrite.batch.tokens import map_tensors
 from cp_rewrite.entry import backend
 from cp_rewrite.experts.layers import SharedExperts, check_size
+from cp_rewrite.segments.blocks import find_blocks
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
 from cp_rewrite.torch_internals import root_mesh
 
@@ -334,25 +335,6 @@ def clip_grad_norm_(
     return total
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The entries of a model's lists of modules that have weights and a forward: its layers. Lists inside of such an
-    entry, as of experts, are not looked at."""
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-                entries = [entry for entry in child.children() if _is_block(entry)]
-                found.extend(entries)
-                if not entries:
-                    visit(child)
-            else:
-                visit(child)
-
-    visit(model)
-    return list(dict.fromkeys(found))
-
-
 def check_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Raise a ValueError where a weight is of two blocks, or of one and of the model around it: FSDP gathers each in
     one place."""
@@ -372,10 +354,6 @@ def check_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 visit(child, owner, f"{path}.{name}" if path else name)
 
     visit(model, model, "")
-
-
-def _is_block(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
 
 
 def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Module:

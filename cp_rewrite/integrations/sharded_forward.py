@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from cp_rewrite import passes
 from cp_rewrite.batch.stand_in import gone
 from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
 from cp_rewrite.entry import Backend
@@ -32,6 +33,7 @@ from cp_rewrite.passes.graph.dynamo import input_value
 from cp_rewrite.passes.graph.nodes import graph_modules, value_of
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.refusal import BACKWARD_HOOKS
+from cp_rewrite.segments.blocks import ReadApart
 from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
@@ -97,7 +99,7 @@ def compile_segments(
     def run(*args: Any, **kwargs: Any) -> Any:
         twin.follow()
         made_by.calls += 1
-        return compiled(*args, **kwargs)
+        return twin.read_once.call(lambda: compiled(*args, **kwargs))
 
     return run
 
@@ -122,6 +124,7 @@ class SegmentBackend(Backend):
     ) -> None:
         super().__init__(sharding, loss_alone)
         self.blocks, self.store, self.calls = [*map(weakref.ref, blocks)], store, 0
+        self._read_once = twin.read_once
         # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
         units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
         self._owners: dict[int, tuple[_Owner, int]] = {
@@ -134,6 +137,17 @@ class SegmentBackend(Backend):
 
     def __hash__(self) -> int:
         return id(self)
+
+    def _rewritten(self, gm: fx.GraphModule) -> passes.State:
+        if not self._read_once.able:
+            return super()._rewritten(gm)
+        try:
+            state = super()._rewritten(gm)
+            if not state.refusals:
+                return passes.instantiated(state)
+        except Exception as error:
+            raise ReadApart from error
+        raise ReadApart("; ".join(map(str, state.refusals)))
 
     def _inner(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from cp_rewrite.batch.encoders import has_encoders, stands_for
+from cp_rewrite.segments.blocks import ReadOnce
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _KNOWN = ("torch.distributed.", "transformers.utils.output_capturing")
@@ -109,7 +110,7 @@ class Twin:
     """Of a model before it is sharded.
 
     `module` is called in the model's place. `owners` says of each of its parameters, by id, where the weight is: the
-    parameter, the module of the model that holds the weight, and under which name.
+    parameter, the module of the model that holds the weight, and under which name. `read_once`: its equal blocks.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Twin:
                 if parameter is not None:
                     stand_in = stand_ins[id(parameter)]
                     self.owners.setdefault(id(stand_in), (stand_in, mine, name))
+        self.read_once = ReadOnce(self.module)
         self._unchanged = Unchanged(model, hooks)
         self._note_attributes()
 

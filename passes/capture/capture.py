@@ -13,6 +13,7 @@ It joins both in one function, `multi_head_attention_forward`. Its masks hide ke
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Hashable, Sequence
@@ -35,6 +36,7 @@ from cp_rewrite.passes.graph.nodes import (
     attribute_of,
     bind,
     constant,
+    erase_unread_numbers,
     graph_modules,
     is_function,
     modes_of,
@@ -256,6 +258,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     size_repeats(copy)
     undo_views(copy, kept)
     tokens = TokenAxis.read(copy, sharding, plan.handed.tokens)
+    part_by_masks(copy, tokens.symbols)
     chunked = False
     if sharding.resolve:
         part_masked_scatter(copy, tokens.counts, kept)
@@ -267,6 +270,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
         for module in graph_modules(copy)[1:]:
             chunked |= join_chunks(module, tokens.counts, kept)
         refusals = (*refusals, *(left for module in graph_modules(copy) for left in loops_left(module, tokens.counts)))
+    erase_unread_numbers(copy)  # Dynamo keeps in the graph of a region what nothing reads
     device = plan.device if plan.device.type != "cpu" else device_of(sharding)
     given = outputs_of(copy)  # other nodes may have taken the place of those that are kept
     kept = {given[places[node]] if node in places else node: where for node, where in kept.items()}
@@ -412,6 +416,40 @@ def give_sizes_once(gm: fx.GraphModule) -> None:
         for inside, first in repeated.items():
             inside.replace_all_uses_with(first)
             graph.erase_node(inside)
+
+
+def part_by_masks(gm: fx.GraphModule, tokens: Collection[Any]) -> None:
+    """Give calls of a region that pass other masks a body of their own: what is proven of attention is of one mask.
+
+    Args:
+        tokens: symbols that count tokens. A tensor with two such dims is a mask.
+    """
+    for nodes in region_calls(gm).values():
+        calls = [call for node in nodes if (call := region_call(node)) is not None]
+        groups: dict[tuple[Any, ...], list[RegionCall]] = {}
+        for call in calls:
+            masks = tuple(x for x in call.operands if isinstance(x, fx.Node) and _is_square(value_of(x), tokens))
+            groups.setdefault(masks, []).append(call)
+        for group in [*groups.values()][1:]:
+            body = copied(group[0].body, {})
+            for node in (call.node for call in group):
+                name = hold(node.graph.owning_module, body)
+                with node.graph.inserting_before(node):
+                    given = node.graph.get_attr(name)
+                named = node.target.name() == "invoke_subgraph"  # type: ignore[union-attr]
+                node.args = (given, *((name,) if named else ()), *node.args[1 + named :])
+
+
+def _is_square(value: Any, tokens: Collection[Any]) -> bool:
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    return sum(not expression(size).free_symbols.isdisjoint(tokens) for size in sizes) > 1
+
+
+def hold(owner: Any, body: fx.GraphModule) -> str:
+    """The name of a new attribute of a graph's module that holds a nested graph."""
+    name = next(name for i in itertools.count() if not hasattr(owner, name := f"cp_body_{i}"))
+    setattr(owner, name, body)
+    return name
 
 
 def _repeated(graph: fx.Graph, calls: Sequence[RegionCall]) -> dict[fx.Node, fx.Node]:

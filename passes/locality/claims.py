@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -460,6 +460,19 @@ class Known(Enum):
 
 REPLICATED, UNKNOWN = Known.REPLICATED, Known.UNKNOWN
 TensorState = Rows | Partial | Deferred | GroupSizes | Moved | Owned | Known
+
+
+def joined(a: Any, b: Any) -> Any:
+    """What is known of a tensor that is like either of two states, or of several tensors; UNKNOWN: nothing."""
+    if a == b:
+        return a
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [joined(*each) for each in zip(a, b, strict=True)]
+    if not isinstance(a, Rows) or not isinstance(b, Rows):
+        return UNKNOWN
+    fill, padding = (a.fill if a.fill == b.fill else None), (a.padding if a.padding == b.padding else None)
+    facts = {"fill": fill, "padding": padding, "attended": a.attended or b.attended}
+    return replace(a, **facts) if replace(a, **facts) == replace(b, **facts) else UNKNOWN
 
 
 def plain(state: Rows) -> Rows:

@@ -55,7 +55,7 @@ from cp_rewrite.refusal import BACKWARD_HOOKS, Reason, Refusal
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator, expression, fake_mode_of, process_group
 
-from .claims import REPLICATED, UNKNOWN, B, Dims, Extents, Moved, Partial, Rows, T, has
+from .claims import REPLICATED, UNKNOWN, B, Dims, Extents, Moved, Partial, Rows, T, has, joined
 from .ends import Findings, Outputs, input_state, read_extents, why_static
 from .liveness import Reader, live_nodes, scores_of, sources_of
 from .own_backward import OwnBackward
@@ -108,8 +108,8 @@ class _Walk:
     """One walk over a graph and its nested regions.
 
     `env`: what is known of each node so far. `regions`: results of nested regions by operands' states. `explained`:
-    nodes of attention that was refused before, of which nothing more is known. `several`: graphs of regions that were
-    entered with operands of several states.
+    nodes of attention that was refused before, of which nothing more is known. `known`: of nodes of regions that
+    were entered with operands of several states, what holds in all of them.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Walk:
         self.own_backward = OwnBackward(self.runner, self.resolver, self.found, self.walk_graph)
         self.regions: dict[Any, States] = {}
         self.explained: set[fx.Node] = set()
-        self.several: set[fx.Graph] = set()
+        self.known: dict[fx.Node, States] = {}
 
     def walk_all(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -234,7 +234,7 @@ class _Walk:
 
     def report(self, gm: fx.GraphModule) -> Locality:
         report = self.found.report(self.resolver, self.reads.found.values())
-        states = {node: state for node, state in self.env.items() if node.graph not in self.several}
+        states = {n: state for n, state in (self.env | self.known).items() if self.known.get(n) is not UNKNOWN}
         fewer = {node: by for node, state in self.env.items() if (by := fewer_of(state))}
         report = replace(report, states=states, fewer=fewer)
         if self.extents.batch == 1 or not report.positions:
@@ -306,18 +306,18 @@ class _Walk:
         key = (body, tuple(tuple(s) if isinstance(s, list) else s for s in states), tuple(offsets))
         if key not in self.regions:
             again = any(entered is body for entered, *_ in self.regions)
-            before = {node: fewer_of(self.env.get(node)) for node in body.graph.nodes if again}
-            if again:
-                self.several.add(body.graph)
+            before = {node: self.env[node] for node in body.graph.nodes if again and node in self.env}
             placeholders = body.graph.find_nodes(op="placeholder")
             self.env.update(zip(placeholders, states, strict=True))
             self.offsets.enter(body.graph, offsets)
             orders = self.facts.orders
             output = self.walk_graph(body)
-            if any(fewer_of(self.env.get(node)) != by for node, by in before.items()):
+            if any(fewer_of(self.env[node]) != fewer_of(state) for node, state in before.items()):
                 self.found.refuse(output, Reason.TOKEN_MIXING, _LENGTHS)
             result = fx.map_arg(output.args[0], lambda n: self.env.get(n, REPLICATED))
             result = list(result) if isinstance(result, list | tuple) else result
+            for node, state in before.items():
+                self.known[node] = joined(self.known.get(node, state), self.env[node])
             if orders != self.facts.orders:  # the next call's rows are sorted in another order
                 return result
             self.regions[key] = result

@@ -221,6 +221,10 @@ def _may_be_attention(node: fx.Node) -> bool:
     return is_sdpa(node) or _is_module(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
 
 
+def _is_attention_over(node: fx.Node, tokens: TokenAxis) -> bool:
+    return _may_be_attention(node) and not (is_sdpa(node) and not _over_tokens(node, tokens))
+
+
 def _over_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
     """Whether attention's keys may be tokens. Else each query reads a memory, or what its own token has: an image's
     patches, latents, earlier layers. That is a softmax between two products, which the rules of other ops are for."""
@@ -239,7 +243,8 @@ class _Matcher:
     """Reads the attention of one graph.
 
     `unreachable`: refusals of attention in regions that can't be entered. `refused`: as of `Matched`. `_heads`: answers
-    of `ungroup`.
+    of `ungroup`. `_nodes`: of a region, what may be attention and what calls others. `_sites`: of each call of
+    `scaled_dot_product_attention`, by what its mask means.
     """
 
     def __init__(self, sharding: Sharding, tokens: TokenAxis) -> None:
@@ -248,14 +253,18 @@ class _Matcher:
         self.unreachable: list[Refusal] = []
         self.refused: dict[fx.Node, Site | None] = {}
         self._heads: dict[Any, bool] = {}
+        self._nodes: dict[fx.Graph, list[fx.Node]] = {}
+        self._sites: dict[Any, Found] = {}
 
     def attention_nodes(self, scope: Scope) -> Iterator[tuple[Scope, fx.Node]]:
         """What may be attention in a region and in those inside of it, with the region."""
-        calls = dict(nested_scopes(scope))
-        for node in scope.gm.graph.nodes:
-            if _may_be_attention(node) and not (is_sdpa(node) and not _over_tokens(node, self.tokens)):
+        calls, graph = dict(nested_scopes(scope)), scope.gm.graph
+        if graph not in self._nodes:
+            self._nodes[graph] = [n for n in graph.nodes if n in calls or _is_attention_over(n, self.tokens)]
+        for node in self._nodes[graph]:
+            if node not in calls:
                 yield scope, node
-            elif node in calls:
+            else:
                 inner = calls[node]
                 if inner is not None:
                     yield from self.attention_nodes(inner)
@@ -292,7 +301,13 @@ class _Matcher:
                 return [Refusal(Reason.SHAPE, error.detail, node)]
             args |= dict(zip(("query", "key", "value"), operands, strict=True))
         mask, assumed = self._mask(scope, args["attn_mask"], node, args, form=form)
-        return self._site(scope, output, args, mask, form, mask_node=args["attn_mask"], assumed=assumed)
+        known = node, mask, assumed
+        if isinstance(mask, list) or known not in self._sites:  # else another call of its region has the same
+            found = self._site(scope, output, args, mask, form, mask_node=args["attn_mask"], assumed=assumed)
+            if isinstance(mask, list):
+                return found
+            self._sites[known] = found
+        return self._sites[known]
 
     def _match_written(self, scope: Scope, node: fx.Node) -> Found:
         written = read_written(scope, node, self.prover.local_tokens, self.tokens)

@@ -26,6 +26,7 @@ from cp_rewrite.ops.tiles import REGIONS, Region, RowDim
 from cp_rewrite.passes.capture.chunks import CHUNKS
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, maker, position_of, traced, tracing
 from cp_rewrite.passes.graph.nodes import (
+    RegionCall,
     attribute_of,
     erase_unread_numbers,
     graph_modules,
@@ -287,12 +288,11 @@ def _has_loops(gm: fx.GraphModule) -> bool:
 
 
 def _tile_graph(found: Rowwise, state: State, calls: Mapping[fx.Graph, Sequence[fx.Node]]) -> None:
-    """Tile a graph, and the bodies of the regions and functions that it alone calls, once each."""
+    """Tile a graph, and the bodies of the regions and functions that it alone calls, and in one way, once each."""
     extents, mode = found.extents, found.mode
     for node in [*found.gm.graph.nodes]:
-        call = region_call(node)
-        if call is not None and len(calls[call.body.graph]) == 1:
-            _tile_graph(Rowwise(state, call.body, extents, mode, found, call), state, calls)
+        if same := _calls_alike(node, calls, found):
+            _tile_graph(Rowwise(state, same[0].body, extents, mode, found, same), state, calls)
         if is_function(node) and not found.modes[node][0]:
             for body in nested_graphs(node).values():
                 _tile_graph(Rowwise(state, body, extents, mode), state, calls)
@@ -304,6 +304,14 @@ def _tile_graph(found: Rowwise, state: State, calls: Mapping[fx.Graph, Sequence[
         rows = tile if isinstance(tile, int) else min(TILE_ROWS, TILE_BYTES // region.widest)
         made |= _put(region, found.gm, extents, mode, max(1, rows // batch), state.sharding.inner)
     found.gm.recompile()
+
+
+def _calls_alike(node: fx.Node, calls: Mapping[fx.Graph, Sequence[fx.Node]], found: Rowwise) -> list[RegionCall]:
+    """All calls of the body that a node is the first to call; none where another graph, or another mode, has some."""
+    call = region_call(node)
+    same = [] if call is None else calls[call.body.graph]
+    alike = same[:1] == [node] and all(n in found.modes and found.modes[n] == found.modes[node] for n in same)
+    return [each for n in same if (each := region_call(n)) is not None] if alike else []
 
 
 def _after(region: TileRegion, made: Mapping[fx.Node, fx.Node]) -> TileRegion:

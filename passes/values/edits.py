@@ -326,7 +326,7 @@ class Locality:
         lowered: nodes that are taken apart.
         reads: nodes that shift, roll or convolve tokens, and what replaces them.
         fewer: nodes whose tensors have so many tokens fewer than the row, and keep a row for each.
-        states: what is known of each node, but for those of a region that is entered with operands of several kinds.
+        states: what is known of each node; of those of a region that is entered several times, what holds every time.
         fill_sums: sums over tokens that rows without a token would change, whatever is inserted.
         padding_sums: what takes in values of tokens of no document after attention: right only when no batch has any.
         outputs: the dim of each output that counts tokens, of a tensor with one row for each token of each row of the

@@ -11,9 +11,10 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from cp_rewrite.integrations.parallelize import check_shared_weights, drop_checkpoint_hooks, find_blocks
+from cp_rewrite.integrations.parallelize import check_shared_weights, drop_checkpoint_hooks
 from cp_rewrite.integrations.sharded_forward import shard_weights, skip_hooks
 from cp_rewrite.integrations.twin import Twin
+from cp_rewrite.segments.blocks import find_blocks
 from cp_rewrite.segments.cut import Segment, cut_graph
 from tests.helpers.models import build_model
 
