@@ -253,16 +253,17 @@ class _Matcher:
         self.unreachable: list[Refusal] = []
         self.refused: dict[fx.Node, Site | None] = {}
         self._heads: dict[Any, bool] = {}
-        self._nodes: dict[fx.Graph, list[fx.Node]] = {}
+        self._nodes: dict[fx.Graph, dict[fx.Node, bool]] = {}
         self._sites: dict[Any, Found] = {}
 
     def attention_nodes(self, scope: Scope) -> Iterator[tuple[Scope, fx.Node]]:
         """What may be attention in a region and in those inside of it, with the region."""
         calls, graph = dict(nested_scopes(scope)), scope.gm.graph
         if graph not in self._nodes:
-            self._nodes[graph] = [n for n in graph.nodes if n in calls or _is_attention_over(n, self.tokens)]
-        for node in self._nodes[graph]:
-            if node not in calls:
+            attends = {n: _is_attention_over(n, self.tokens) for n in graph.nodes}
+            self._nodes[graph] = {n: found for n, found in attends.items() if found or n in calls}
+        for node, attends in self._nodes[graph].items():
+            if attends:
                 yield scope, node
             else:
                 inner = calls[node]
