@@ -23,7 +23,7 @@ import sympy
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
-from torch import SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -38,6 +38,7 @@ from cp_rewrite.passes.graph.nodes import (
     constant,
     erase_unread_numbers,
     graph_modules,
+    guard_number,
     is_function,
     modes_of,
     nested_graphs,
@@ -248,6 +249,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     refusals = take_out_encoders(copy)
     give_sizes_once(copy)
     decide_bounds(copy)
+    settle_numbers(copy)
     part_multihead(copy)
     part_flash_attn(copy)
     for module in graph_modules(copy):
@@ -416,6 +418,27 @@ def give_sizes_once(gm: fx.GraphModule) -> None:
         for inside, first in repeated.items():
             inside.replace_all_uses_with(first)
             graph.erase_node(inside)
+
+
+def settle_numbers(gm: fx.GraphModule) -> None:
+    """Let numbers that torch decided by the example's sizes be these; another batch, with others, is compiled anew.
+
+    h * (1 + (T > 25))    ->    h * 1    guarded by T <= 25: torch adds the comparison as the number that it is
+    """
+    for module in graph_modules(gm):
+        for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+            value = value_of(node)
+            if not isinstance(value, SymInt | SymFloat) or not expression(value).is_number:
+                continue
+            for operand in node.all_input_nodes:
+                if isinstance(decided := value_of(operand), SymBool):
+                    bool(decided)
+            number = guard_number(value)
+            for user in [*node.users]:
+                user.args, user.kwargs = fx.map_arg(
+                    (user.args, user.kwargs), lambda n, of=node, by=number: by if n is of else n
+                )
+            module.graph.erase_node(node)
 
 
 def part_by_masks(gm: fx.GraphModule, tokens: Collection[Any]) -> None:

@@ -75,6 +75,7 @@ def by_heads(x: Tensor) -> Tensor:
 
 
 RIGHT: dict[str, Mix] = {
+    "comparisons_added": lambda m, h, t: h * (1 + (t > 16) + (t > 40)),
     "scaled": lambda m, h, t: h * (2 if t > 16 else 1),
     "mean": lambda m, h, t: h - h.mean(1, keepdim=True) if t > 16 else h,
     "for_shards_alone": lambda m, h, t: h if t > 16 else torch.fft.fft(h, dim=1).real,
