@@ -378,7 +378,7 @@ def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> 
 
     Equal values on all ranks may also be equal parts of a sum: the one that is nearer to `expected` is taken.
     """
-    if expected.ndim > dim and expected.shape[dim] == plan.rows[0].total:
+    if expected.ndim > dim and (parts[0].shape[dim], expected.shape[dim]) == (plan.local_size, plan.rows[0].total):
         return join_tokens(torch.cat(parts, dim), dim, plan)
     rows = len(plan.rows)
     if rows > 1 and expected.ndim and expected.shape[0] == rows * plan.rows[0].total:

@@ -424,14 +424,19 @@ def settle_numbers(gm: fx.GraphModule) -> None:
     """Let numbers that torch decided by the example's sizes be these; another batch, with others, is compiled anew.
 
     h * (1 + (T > 25))    ->    h * 1    guarded by T <= 25: torch adds the comparison as the number that it is
+    torch._check(T > 20)    ->           guarded by T > 20
     """
     for module in graph_modules(gm):
         for node in [n for n in module.graph.nodes if n.op == "call_function"]:
-            value = value_of(node)
+            value, asked = value_of(node), [value_of(n) for n in node.all_input_nodes]
+            if op_name(node) in ("check", "assert_scalar.default") and [*map(type, asked)] == [SymBool]:
+                if bool(asked[0]):
+                    module.graph.erase_node(node)
+                continue
             if not isinstance(value, SymInt | SymFloat) or not expression(value).is_number:
                 continue
-            for operand in node.all_input_nodes:
-                if isinstance(decided := value_of(operand), SymBool):
+            for decided in asked:
+                if isinstance(decided, SymBool):
                     bool(decided)
             number = guard_number(value)
             for user in [*node.users]:

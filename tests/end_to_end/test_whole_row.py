@@ -75,6 +75,7 @@ def by_heads(x: Tensor) -> Tensor:
 
 
 RIGHT: dict[str, Mix] = {
+    "a_size_checked": lambda m, h, t: (torch._check(t > 8), h)[1],
     "comparisons_added": lambda m, h, t: h * (1 + (t > 16) + (t > 40)),
     "scaled": lambda m, h, t: h * (2 if t > 16 else 1),
     "mean": lambda m, h, t: h - h.mean(1, keepdim=True) if t > 16 else h,
