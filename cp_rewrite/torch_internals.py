@@ -32,6 +32,7 @@ from torch._decomp.decompositions import matmul
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _allow_side_effects
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SymNodeVariable
@@ -44,6 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.library import CustomOpDef
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -70,6 +72,8 @@ __all__ = [
 their C++ code turns symbolic sizes into constants. Dynamo runs what `comptime` is called with while it traces the
 call. `matmul` is the product written in Python, in bmm and views."""
 LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
+CAPTURE_ERRORS = TorchDynamoException, ConstraintViolationError
+"""Raised where Dynamo can't capture a model, or not for all sizes that it was asked for."""
 READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
 """Whether Dynamo reads a function once that is marked as a compile region, however often it is called: from 2.13 on."""
 """A BlockMask of blocks of this size fits attention of any length."""

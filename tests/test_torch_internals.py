@@ -52,6 +52,36 @@ USED = {
 """Used as they are: what is private in torch -> who uses it."""
 
 
+def test_errors_of_a_capture() -> None:
+    """A model that can't be read, or not for all sizes; segments.blocks then reads its blocks one by one."""
+
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(ours.CAPTURE_ERRORS):
+        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+@pytest.mark.skipif(not ours.READS_REGIONS_ONCE, reason="torch before 2.13")
+def test_a_marked_region_is_read_once() -> None:
+    """However often it is called: segments.blocks marks the blocks of a model so."""
+    region: Any = torch.compiler.nested_compile_region(lambda layer, x: layer(x).sin(), max_reuse_entries=99)
+    layers, found = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)), list[Any]()
+
+    def model(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = region(layer, x)
+        return x
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Any:
+        found.extend(node.args[0].target for node in gm.graph.nodes if "invoke_subgraph" in str(node.target))  # type: ignore[union-attr]
+        return gm.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(torch.ones(2, 3))
+    assert len(found) > len(set(found))
+
+
 @pytest.mark.parametrize("path", USED)
 def test_what_is_used_as_it_is_is_there(path: str) -> None:
     module, _, name = path.rpartition(".")

@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from cp_rewrite.torch_internals import READS_REGIONS_ONCE
+from cp_rewrite.torch_internals import CAPTURE_ERRORS, READS_REGIONS_ONCE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,7 +75,7 @@ class ReadOnce:
         if self.able:
             try:
                 return run()
-            except (ReadApart, TorchDynamoException, ConstraintViolationError) as error:
+            except (ReadApart, *CAPTURE_ERRORS) as error:
                 log.info("blocks are read one by one: %s", error.__cause__ or error)
                 self.end()
         return run()

@@ -249,7 +249,6 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     refusals = take_out_encoders(copy)
     give_sizes_once(copy)
     decide_bounds(copy)
-    settle_numbers(copy)
     part_multihead(copy)
     part_flash_attn(copy)
     for module in graph_modules(copy):
@@ -260,6 +259,7 @@ def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone
     size_repeats(copy)
     undo_views(copy, kept)
     tokens = TokenAxis.read(copy, sharding, plan.handed.tokens)
+    settle_numbers(copy, tokens.symbols)
     part_by_masks(copy, tokens.symbols)
     chunked = False
     if sharding.resolve:
@@ -420,17 +420,20 @@ def give_sizes_once(gm: fx.GraphModule) -> None:
             graph.erase_node(inside)
 
 
-def settle_numbers(gm: fx.GraphModule) -> None:
+def settle_numbers(gm: fx.GraphModule, tokens: Collection[Any]) -> None:
     """Let numbers that torch decided by the example's sizes be these; another batch, with others, is compiled anew.
 
     h * (1 + (T > 25))    ->    h * 1    guarded by T <= 25: torch adds the comparison as the number that it is
     torch._check(T > 20)    ->           guarded by T > 20
+
+    Args:
+        tokens: symbols that count tokens. What is checked of others, as of lengths that the batch holds, stays.
     """
     for module in graph_modules(gm):
         for node in [n for n in module.graph.nodes if n.op == "call_function"]:
             value, asked = value_of(node), [value_of(n) for n in node.all_input_nodes]
             if op_name(node) in ("check", "assert_scalar.default") and [*map(type, asked)] == [SymBool]:
-                if bool(asked[0]):
+                if expression(asked[0]).free_symbols <= {*tokens} and bool(asked[0]):
                     module.graph.erase_node(node)
                 continue
             if not isinstance(value, SymInt | SymFloat) or not expression(value).is_number:
