@@ -30,7 +30,7 @@ from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
 from cp_rewrite.entry import Backend
 from cp_rewrite.experts.layers import OWNED, SharedWeight, local_weight
 from cp_rewrite.passes.graph.dynamo import input_value
-from cp_rewrite.passes.graph.nodes import graph_modules, value_of
+from cp_rewrite.passes.graph.nodes import attribute_of, graph_modules, value_of
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.refusal import BACKWARD_HOOKS
 from cp_rewrite.segments.blocks import ReadApart
@@ -156,6 +156,10 @@ class SegmentBackend(Backend):
         example_inputs = own_parts(gm, example_inputs)
         weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
         owners = {node: owner for node, (owner, _) in weights.items()}
+        read = [input_value(n) for n in placeholders if n not in weights]
+        read += [attribute_of(n) for m in graph_modules(gm) for n in m.graph.find_nodes(op="get_attr")]
+        if self._read_once.able and any(id(value) in self._owners for value in read):
+            raise ReadApart("a region reads a weight that is none of its graph's inputs")
         segments = cut_graph(gm, {node: unit for node, (_, unit) in weights.items()})
         written = written_memory(gm)
         parts = described(gm, segments, example_inputs, written)
