@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import torch.fx as fx
 
-from .capture.capture import copied, hold
+from .capture.capture import copied
 from .graph.nodes import (
     RegionCall,
     attribute_of,
     erase_unread_numbers,
     graph_modules,
+    hold,
+    is_compile_region,
     outputs_of,
     region_call,
     region_calls,
@@ -75,13 +77,13 @@ def instantiate(root: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     regions, written = region_calls(root), written_memory(root)
     for graph, calls in regions.items():
         given = {memory_of(node) for node in graph.find_nodes(op="placeholder")}
-        if given & written and any(map(_is_compile_region, calls)):
+        if given & written and any(map(is_compile_region, calls)):
             raise ValueError("a region writes into what it is given")
     first = {graph: _path(calls[0]) for graph, calls in regions.items()}
     copies: dict[fx.Node, fx.Node] = {}
     for gm in reversed(graph_modules(root)):  # regions before the graphs that call them
         for node in [*gm.graph.nodes]:
-            if (call := region_call(node)) is not None and _is_compile_region(node):
+            if (call := region_call(node)) is not None and is_compile_region(node):
                 _inline(call, first[call.body.graph], copies)
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users and isinstance(attribute_of(node), fx.GraphModule):
@@ -93,10 +95,6 @@ def instantiate(root: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         gm.recompile()
     erase_unread_numbers(root)
     return copies
-
-
-def _is_compile_region(node: fx.Node) -> bool:
-    return node.target.name() == "invoke_subgraph"  # type: ignore[union-attr]
 
 
 def _inline(call: RegionCall, first: str, copies: dict[fx.Node, fx.Node]) -> None:

@@ -32,7 +32,7 @@ from cp_rewrite.passes.locality.rules.states import OnPieces
 from cp_rewrite.passes.values.edits import Converted, OfSums
 from cp_rewrite.planning.plan import Plan
 from cp_rewrite.refusal import Refusal, folded, pages_of, source_line
-from cp_rewrite.segments.blocks import ReadApart, ReadOnce
+from cp_rewrite.segments.blocks import ReadOnce
 from cp_rewrite.sharding import Sharding, require_sharding
 from cp_rewrite.torch_internals import hint
 
@@ -341,14 +341,10 @@ def explain(
         found: list[Report] = []
 
         def capture_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            try:
-                found.append(_report(capture(gm, sharding, active_plan(sharding)), model, blocks.able))
-            except Exception as error:
-                if blocks.able:
-                    raise ReadApart from error
-                raise
-            if blocks.able and found[-1].refusals:
-                raise ReadApart(str(found.pop()))
+            with blocks.trial() as once:
+                report = _report(capture(gm, sharding, active_plan(sharding)), model, once)
+                blocks.accept(report.refusals)
+            found.append(report)
             # Torch keeps nothing of it: guards of a graph that nobody runs take long to make, and count as a compile.
             raise _Captured
 

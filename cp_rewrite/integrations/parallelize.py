@@ -280,7 +280,6 @@ def parallelize(
         if shared is not None:
             shared.mark([(stand_in, module._parameters[name]) for stand_in, module, name in twin.owners.values()])
             shared.cut(device_of(sharding), divide_by)
-            twin.read_once.end()  # a region's graph does not know which weights are shared
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
         placement = None if shared is None else shared.placement()
         wrapped = shard_weights(

@@ -30,10 +30,9 @@ from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
 from cp_rewrite.entry import Backend
 from cp_rewrite.experts.layers import OWNED, SharedWeight, local_weight
 from cp_rewrite.passes.graph.dynamo import input_value
-from cp_rewrite.passes.graph.nodes import attribute_of, graph_modules, value_of
+from cp_rewrite.passes.graph.nodes import graph_modules, value_of
 from cp_rewrite.passes.graph.writes import written_memory
 from cp_rewrite.refusal import BACKWARD_HOOKS
-from cp_rewrite.segments.blocks import ReadApart
 from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
@@ -139,15 +138,10 @@ class SegmentBackend(Backend):
         return id(self)
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
-        if not self._read_once.able:
-            return super()._rewritten(gm)
-        try:
+        with self._read_once.trial() as once:
             state = super()._rewritten(gm)
-            if not state.refusals:
-                return passes.instantiated(state)
-        except Exception as error:
-            raise ReadApart from error
-        raise ReadApart("; ".join(map(str, state.refusals)))
+            self._read_once.accept(state.refusals)
+            return passes.instantiated(state) if once else state
 
     def _inner(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
@@ -156,10 +150,6 @@ class SegmentBackend(Backend):
         example_inputs = own_parts(gm, example_inputs)
         weights = {node: self._owner(node) for node in placeholders if isinstance(value_of(node), nn.Parameter)}
         owners = {node: owner for node, (owner, _) in weights.items()}
-        read = [input_value(n) for n in placeholders if n not in weights]
-        read += [attribute_of(n) for m in graph_modules(gm) for n in m.graph.find_nodes(op="get_attr")]
-        if self._read_once.able and any(id(value) in self._owners for value in read):
-            raise ReadApart("a region reads a weight that is none of its graph's inputs")
         segments = cut_graph(gm, {node: unit for node, (_, unit) in weights.items()})
         written = written_memory(gm)
         parts = described(gm, segments, example_inputs, written)

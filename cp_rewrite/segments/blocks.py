@@ -12,7 +12,8 @@ import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +80,22 @@ class ReadOnce:
                 log.info("blocks are read one by one: %s", error.__cause__ or error)
                 self.end()
         return run()
+
+    @contextmanager
+    def trial(self) -> Generator[bool]:
+        """Around work on a captured graph; tells whether blocks are regions in it. Errors are ReadApart then."""
+        try:
+            yield self.able
+        except Exception as error:
+            if self.able:
+                raise ReadApart from error
+            raise
+
+    def accept(self, refusals: Sequence[object]) -> None:
+        """Raise ReadApart where blocks are regions and something stands against the graph: read block by block, it is
+        said of every layer."""
+        if self.able and refusals:
+            raise ReadApart("; ".join(map(str, refusals)))
 
     def end(self) -> None:
         """Give blocks their classes back."""

@@ -13,7 +13,6 @@ It joins both in one function, `multi_head_attention_forward`. Its masks hide ke
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Collection, Hashable, Sequence
@@ -32,6 +31,7 @@ from cp_rewrite.batch.as_row import AsRow, row_of
 from cp_rewrite.passes.graph.dynamo import break_reason, ends_of, is_resumed
 from cp_rewrite.passes.graph.new_nodes import give_sizes, insert, place_by
 from cp_rewrite.passes.graph.nodes import (
+    REGION_OPS,
     RegionCall,
     attribute_of,
     bind,
@@ -39,11 +39,14 @@ from cp_rewrite.passes.graph.nodes import (
     erase_unread_numbers,
     graph_modules,
     guard_number,
+    hold,
+    is_compile_region,
     is_function,
     modes_of,
     nested_graphs,
     op_name,
     outputs_of,
+    read_as,
     region_call,
     region_calls,
     schema_of,
@@ -319,9 +322,7 @@ def decide_bounds(gm: fx.GraphModule) -> None:
         numbers = [n for n in node.all_input_nodes if n.target in (torch.sym_min, torch.sym_max)]
         for number in numbers:
             if isinstance(value := value_of(number), int):
-                node.args, node.kwargs = fx.map_arg(
-                    (node.args, node.kwargs), lambda n, of=number, by=value: by if n is of else n
-                )
+                read_as(number, value, [node])
             else:
                 same = [n for n in number.all_input_nodes if expression(value_of(n)) == expression(value)]
                 node.replace_input_with(number, same[0]) if same else None
@@ -431,22 +432,17 @@ def settle_numbers(gm: fx.GraphModule, tokens: Collection[Any]) -> None:
     """
     for module in graph_modules(gm):
         for node in [n for n in module.graph.nodes if n.op == "call_function"]:
-            value, asked = value_of(node), [value_of(n) for n in node.all_input_nodes]
-            if op_name(node) in ("check", "assert_scalar.default") and [*map(type, asked)] == [SymBool]:
-                if expression(asked[0]).free_symbols <= {*tokens} and bool(asked[0]):
+            if op_name(node) in ("check", "assert_scalar.default"):
+                asked = [value_of(n) for n in node.all_input_nodes]
+                of_tokens = [*map(type, asked)] == [SymBool] and expression(asked[0]).free_symbols <= {*tokens}
+                if of_tokens and bool(asked[0]):
                     module.graph.erase_node(node)
-                continue
-            if not isinstance(value, SymInt | SymFloat) or not expression(value).is_number:
-                continue
-            for decided in asked:
-                if isinstance(decided, SymBool):
-                    bool(decided)
-            number = guard_number(value)
-            for user in [*node.users]:
-                user.args, user.kwargs = fx.map_arg(
-                    (user.args, user.kwargs), lambda n, of=node, by=number: by if n is of else n
-                )
-            module.graph.erase_node(node)
+            elif isinstance(value := value_of(node), SymInt | SymFloat) and expression(value).is_number:
+                for operand in node.all_input_nodes:
+                    if isinstance(decided := value_of(operand), SymBool):
+                        bool(decided)
+                read_as(node, guard_number(value), [*node.users])
+                module.graph.erase_node(node)
 
 
 def part_by_masks(gm: fx.GraphModule, tokens: Collection[Any]) -> None:
@@ -467,20 +463,13 @@ def part_by_masks(gm: fx.GraphModule, tokens: Collection[Any]) -> None:
                 name = hold(node.graph.owning_module, body)
                 with node.graph.inserting_before(node):
                     given = node.graph.get_attr(name)
-                named = node.target.name() == "invoke_subgraph"  # type: ignore[union-attr]
-                node.args = (given, *((name,) if named else ()), *node.args[1 + named :])
+                before: int = REGION_OPS[node.target.name()]  # type: ignore[union-attr]
+                node.args = (given, *[name] * (before - 1), *node.args[before:])
 
 
 def _is_square(value: Any, tokens: Collection[Any]) -> bool:
     sizes = value.shape if isinstance(value, Tensor) else ()
     return sum(not expression(size).free_symbols.isdisjoint(tokens) for size in sizes) > 1
-
-
-def hold(owner: Any, body: fx.GraphModule) -> str:
-    """The name of a new attribute of a graph's module that holds a nested graph."""
-    name = next(name for i in itertools.count() if not hasattr(owner, name := f"cp_body_{i}"))
-    setattr(owner, name, body)
-    return name
 
 
 def _repeated(graph: fx.Graph, calls: Sequence[RegionCall]) -> dict[fx.Node, fx.Node]:
@@ -519,7 +508,7 @@ def for_eager(gm: fx.GraphModule) -> fx.GraphModule:
     for module in graph_modules(copy):
         for node in module.graph.nodes:
             call = region_call(node)
-            if call is not None and node.target.name() == "invoke_subgraph":
+            if call is not None and is_compile_region(node):
                 node.op, node.target, node.args = "call_module", str(node.args[0].target), call.operands
         module.recompile()
     return copy

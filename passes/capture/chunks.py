@@ -44,6 +44,7 @@ from cp_rewrite.passes.graph.nodes import (
     REGION_OPS,
     RegionCall,
     bind,
+    hold,
     modes_of,
     nested_graphs,
     op_name,
@@ -120,12 +121,11 @@ def call_on_all(
     for node in body.graph.nodes:
         if JOINED in node.meta:
             node.meta[CHUNKS] = chunks
-    count = sum(name.startswith("joined_body_") for name in vars(owner)["_modules"])
-    setattr(owner, f"joined_body_{count}", body)
     target: Any = call.node.target
-    between = [f"joined_{count}"] * (REGION_OPS[target.name()] - 1)
+    name = hold(owner, body)
+    between = [name] * (REGION_OPS[target.name()] - 1)
     with before.graph.inserting_before(before):
-        read = before.graph.get_attr(f"joined_body_{count}")
+        read = before.graph.get_attr(name)
         new = before.graph.call_function(target, (read, *between, *operands), dict(call.node.kwargs))
     new.meta = {**call.node.meta, "example_value": result}
     return new

@@ -19,6 +19,7 @@ from cp_rewrite.torch_internals import (
     enable_python_dispatcher,
     expression,
     fake_tensor,
+    is_parameter,
     is_wrapped,
     memory_id,
     ones_open,
@@ -287,7 +288,10 @@ class OtherSizes:
         if value.layout != torch.strided or is_wrapped(value) or memory_id(value) not in self.memory:
             return value
         if id(value) not in self._known:
-            self._known[id(value)] = value, self._view(value).requires_grad_(value.requires_grad)
+            other: Any = self._view(value).requires_grad_(value.requires_grad)
+            if is_parameter(value):  # a weight stays one where views of it get other sizes
+                other._is_param = True
+            self._known[id(value)] = value, other
         return self._known[id(value)][1]
 
     def made(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Which modes are open where the nodes of a graph run: autocast, and whether gradi
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -90,6 +91,11 @@ def is_checkpoint(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and "checkpoint" in node.target.name()
 
 
+def is_compile_region(node: fx.Node) -> bool:
+    """Whether a node that calls a region calls one that torch compiles once, however often it is called."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "invoke_subgraph"
+
+
 def is_function(node: fx.Node) -> bool:
     """Whether a node calls a `torch.autograd.Function`, whose forward and backward are nested graphs."""
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"
@@ -164,6 +170,20 @@ def outputs_of(gm: fx.GraphModule) -> list[Any]:
 def attribute_of(node: fx.Node) -> Any:
     """What a get_attr node reads; None for any other node."""
     return attrgetter(str(node.target))(node.graph.owning_module) if node.op == "get_attr" else None
+
+
+def hold(owner: Any, value: Any) -> str:
+    """The name of a new attribute of a graph's module, which holds a value: a nested graph, a constant."""
+    name = next(name for i in itertools.count() if not hasattr(owner, name := f"cp_held_{i}"))
+    setattr(owner, name, value)
+    return name
+
+
+def read_as(node: fx.Node, value: Any, readers: Iterable[fx.Node]) -> None:
+    """Let readers of a node read another value, a number perhaps, in its place."""
+    for reader in readers:
+        args = fx.map_arg((reader.args, reader.kwargs), lambda n: value if n is node else n)
+        reader.args, reader.kwargs = args
 
 
 Mode = tuple[tuple[Any, ...], bool]

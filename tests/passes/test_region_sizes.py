@@ -1,4 +1,4 @@
-"""Sizes that a checkpoint is given once: the first of equal blocks is the same graph as the others."""
+"""Sizes that a checkpoint is given once, so that the first of equal blocks is the same graph as the others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_rewrite.passes.capture.capture import give_sizes_once
-from cp_rewrite.passes.graph.nodes import region_calls
+from cp_rewrite.passes.graph.new_nodes import give_sizes
+from cp_rewrite.passes.graph.nodes import region_calls, value_of
+from cp_rewrite.torch_internals import expression, fake_mode_of, is_parameter
+from tests.helpers.canary import captured, tensors_of
 
 
 def layer(x: Tensor, scale: Tensor) -> Tensor:
@@ -54,3 +57,15 @@ def test_sizes_that_are_one_are_given_once() -> None:
     assert len(found) == 1
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (out, expected)))
+
+
+def test_a_weight_stays_one_where_a_view_of_it_gets_other_sizes() -> None:
+    """One that a model expands over its tokens: FSDP's are told by it, and it was handed on without memory."""
+    weight = nn.Parameter(torch.randn(3))
+    gm = captured(lambda x: x * weight.expand(x.shape[0], 3), torch.randn(5, 3), dynamic=(0,))
+    (before,) = [node for node in tensors_of(gm) if is_parameter(value_of(node))]
+    (tokens,) = [expression(value_of(node).shape[0]) for node in tensors_of(gm) if node is not before]
+    (view,) = before.users
+    give_sizes([*gm.graph.nodes], {tokens: 2 * tokens}, fake_mode_of(gm.graph.nodes))
+    assert expression(value_of(view).shape[0]) == 2 * tokens
+    assert is_parameter(value_of(before))
