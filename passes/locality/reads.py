@@ -131,7 +131,8 @@ class Reads:
         dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
         if taps is None and entries.is_identity:
             same = "as many rows as there are tokens: some are left out" if by else "each token is where it was"
-            return NeighbourRead(node, state.source, dim, batch, None, (), None, self.group, same)
+            unread = self._unread(node, state)
+            return NeighbourRead(node, state.source, dim, batch, None, (), None, self.group, same, unread)
         if taps is not None:
             (piece, *others), start = entries.pieces, entries.pieces[0].start
             if others or piece.step != 1 or piece.of is not None or start.times or start.plus < 0:
@@ -153,7 +154,20 @@ class Reads:
         conv = None if taps is None else taps.node
         what = "a convolution over tokens" if conv else f"{op_name(node)} of tokens"
         why = f"{what} reads rows of neighbours"
-        return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why)
+        unread = self._unread(node, state)
+        return NeighbourRead(node, state.source, dim, batch, read, extras, conv, self.group, why, unread)
+
+    def _unread(self, node: fx.Node, state: Moved) -> tuple[fx.Node, ...]:
+        """Nodes with a gradient that tokens were joined with on their way to a node, and that it reads no row of."""
+        found: dict[fx.Node, None] = {}
+        read, way = {state.source, *_others(state), *(state.taps.node.all_input_nodes if state.taps else ())}, [node]
+        for moved in way if needs_gradient(node) else ():
+            for operand in moved.all_input_nodes:
+                if isinstance(self.env.get(operand), Moved):
+                    way += [operand] if operand not in way else []
+                elif operand not in read and needs_gradient(operand):
+                    found[operand] = None
+        return tuple(found)
 
     def _whole(self, of: fx.Node | float) -> tuple[OfSums, ...]:
         """What makes rows without tokens the same on all ranks, each of which knows the gradient of its own uses."""

@@ -50,7 +50,7 @@ Proxies = Callable[[fx.Node], Any]
 def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) -> Any:
     """The new value of `read.node`. Args: proxy: of a node. plan: the tensors of `PlanInput.of_neighbours`."""
     if read.read is None:
-        return _cut_off(read, proxy(read.source))
+        return _ended(read, proxy(read.source), proxy)
     dims = [dim for dim in (read.batch_dim, read.token_dim) if dim is not None]
     ndim = value_of(read.source).ndim
     x = proxy(read.source).movedim(dims, list(range(len(dims))))
@@ -74,11 +74,13 @@ def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) ->
     else:
         batch = size_of(proxy(read.source), 0)
         found = _convolved(read.conv, found, plan[-1], proxy).unflatten(0, (batch, -1)).transpose(1, 2)
-    return _cut_off(read, found)
+    return _ended(read, found, proxy)
 
 
-def _cut_off(read: NeighbourRead, x: Any) -> Any:
-    """Without a gradient, where the node has none."""
+def _ended(read: NeighbourRead, x: Any, proxy: Proxies) -> Any:
+    """Without a gradient, where the node has none; and with one of zero for what no row is read of."""
+    for node in read.unread:
+        x = x + proxy(node).reshape(-1).narrow(0, 0, 0).sum().to(value_of(read.node).dtype)
     cut = not needs_gradient(read.node) and value_of(read.node).is_floating_point()
     return x.detach() if cut else x
 

@@ -116,7 +116,7 @@ def _replace_read(read: NeighbourRead, inputs: Inputs, replaced: Mapping[fx.Node
         return fx.Proxy(replaced.get(node, node), tracer)
 
     source = replaced.get(read.source, read.source)
-    if read.read is None and needs_gradient(read.node) == needs_gradient(source):
+    if read.read is None and not read.unread and needs_gradient(read.node) == needs_gradient(source):
         read.node.replace_all_uses_with(source)
         read.node.graph.erase_node(read.node)
         return source

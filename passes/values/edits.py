@@ -294,6 +294,7 @@ class NeighbourRead:
             so many of them, or a number; and what makes them the same on all ranks.
         conv: the convolution that runs on what was read; None: that is the result.
         group: of the ranks. why: what the report says.
+        unread: nodes with a gradient, which is zero: they were joined to the rows, and all of theirs left out.
     """
 
     node: fx.Node
@@ -305,6 +306,7 @@ class NeighbourRead:
     conv: fx.Node | None
     group: str
     why: str
+    unread: tuple[fx.Node, ...] = ()
 
     @property
     def inputs(self) -> tuple[PlanInput, ...]:

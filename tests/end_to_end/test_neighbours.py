@@ -27,6 +27,7 @@ class Neighbours(PackedModel):
 
     def extra(self) -> None:
         self.first = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.prompt, self.prefix = (nn.Parameter(torch.randn(1, 2, WIDTH)) for _ in range(2))
         self.pad = nn.ZeroPad2d((0, 0, 1, -1))
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
         self.plain = nn.Conv1d(WIDTH, WIDTH, 4, groups=2, bias=False)
@@ -60,6 +61,9 @@ MIXES: dict[str, Mix] = {
     "cat_sum_behind": lambda m, h: torch.cat([h[:, 2:], h.sum(1, keepdim=True) / 9, m.first.expand_as(h[:, :1])], 1),
     "cat_ends_of_another": lambda m, h: torch.cat([m.norm(h[:, -2:]), h.cos()[:, 2:]], 1),
     "cat_first": lambda m, h: h - torch.cat((h[:, :1], h[:, :-1]), 1),
+    # Nothing is left of these: their gradients are zero.
+    "prompt_left_out": lambda m, h: torch.cat([m.prompt.expand(h.shape[0], -1, -1), h], 1)[:, 2:].sin(),
+    "prefix_left_out": lambda m, h: torch.cat([m.prefix.expand(h.shape[0], -1, -1), h, h[:, :1]], 1)[:, 3:].cos(),
     "pad_negative": lambda m, h: F.pad(h, (0, 0, 1, -1)),
     "pad_and_slice": lambda m, h: F.pad(h, (0, 0, 3, 0))[:, : h.shape[1]],
     "pad_and_slice_back": lambda m, h: F.pad(h, (0, 0, 3, 0), value=0.5)[:, :-3].sin(),
