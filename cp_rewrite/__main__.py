@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument("--tile", action="store_true", help="Sharding(tile='auto')")
     m.add_argument("--loss-alone", action="store_true", help="a model that returns no logits")
     m.add_argument("--offload", nargs="+", default=(), choices=["checkpoints", "weights"], help="what lies on the host")
+    m.add_argument("--experts", type=int, default=1, help="ranks that share one set of experts (default 1)")
     m.add_argument("--data-parallel", type=int, default=1, help="groups that weights are sharded over too (default 1)")
     m.add_argument("--json", action="store_true", help="print JSON")
     m.set_defaults(run=_memory)
@@ -209,6 +210,7 @@ def _memory(arguments: argparse.Namespace) -> int:
         arguments.data_parallel,
         loss_alone=arguments.loss_alone,
         offload=arguments.offload,
+        experts=whole_number("--experts", arguments.experts),
     )
     print(json.dumps(fit.as_dict(), indent=2) if arguments.json else fit)
     return 0 if fit.fits else 1

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cp_rewrite.packing import PositionIds
-from cp_rewrite.planning.cost.memory import Memory, Share, Way, amount, predict, ways
+from cp_rewrite.planning.cost.memory import Memory, Needs, Share, Way, amount, predict, ways
 from cp_rewrite.sharding import Sharding
 
 from .explain import Report, explain
@@ -72,12 +72,14 @@ def fit_of(
     *,
     loss_alone: bool = False,
     offload: Collection[str] = (),
+    experts: int = 1,
 ) -> Fit:
     """The peak on a target, with every layer checkpointed or as the model has them. `offload`: what lies on the host.
-    `loss_alone`: the model will return no logits, though the one that was looked at does.
+    `loss_alone`: the model will return no logits, though the one that was looked at does. `experts`: ranks that share
+    one set of experts.
 
     Raises:
-        ValueError: the target is of a function, which has no weights.
+        ValueError: the target is of a function, which has no weights; or `experts` does not go with it.
     """
     if target.needs is None:
         raise ValueError(
@@ -85,14 +87,29 @@ def fit_of(
         )
     needs = target.needs.checkpointed() if checkpointed else target.needs
     needs = needs.of_loss() if loss_alone else needs
-    share = replace(target.share(data_parallel), on_host=offload)
+    share = replace(target.share(data_parallel), on_host=offload, experts=experts)
+    _check_experts(needs, share)
     room = target.room
     tried: list[tuple[str, Memory]] = []
-    for way in ways(needs, share):
+    for way in ways(needs, share, node=target.ranks_per_node):
         tried.append((way.what, way.memory))
         if way.memory.peak <= room:
             break
     return Fit(target, predict(needs, share), share.ranks, tuple(tried))
+
+
+def _check_experts(needs: Needs, share: Share) -> None:
+    if share.experts == 1:
+        return
+    if not needs.experts:
+        raise ValueError(f"experts={share.experts}: the model has no layers of experts that ranks can share")
+    if share.experts < 1 or needs.experts % share.experts or share.ranks % share.experts:
+        raise ValueError(
+            f"experts={share.experts} must divide the {share.ranks} ranks that weights are sharded over, and the "
+            f"{needs.experts} experts of each layer"
+        )
+    if "weights" in share.on_host:
+        raise ValueError("experts that ranks share stay on their device: leave 'weights' out of offload")
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,7 @@ class Recipe:
             "checkpointed": self.checkpointed,
             "tile": self.way.share.tile,
             "offload": [*self.way.share.on_host],
+            "experts": self.way.share.experts,
             "peak": self.memory.peak,
             "room": self.target.room,
             "tokens_per_second": self.tokens * self.gpus / self.ranks / self.seconds,
@@ -137,8 +155,11 @@ class Recipe:
 
     @property
     def command(self) -> str:
-        """First lines of the example, for checkpoints of Hugging Face."""
+        """The launch line of the example, for checkpoints of Hugging Face; "" with experts that ranks share, which it
+        does not load."""
         share, rows = self.way.share, self.gpus // self.ranks
+        if share.experts > 1:
+            return ""
         words = [
             f"torchrun --nproc-per-node {self.gpus // self.target.nodes}",
             *([f"--nnodes {self.target.nodes}"] if self.target.nodes > 1 else []),
@@ -155,13 +176,14 @@ class Recipe:
         """The lines of a loop of one's own that differ from model to model."""
         share = self.way.share
         tile = ', tile="auto"' if share.tile else ""
-        offload = f", offload={(*share.on_host,)}" if share.on_host else ""
+        more = f", offload={(*share.on_host,)}" if share.on_host else ""
+        more += f", experts={share.experts}" if share.experts > 1 else ""
         lines = [
             f'mesh = init_device_mesh("cuda", ({self.gpus // self.ranks}, {self.ranks}), mesh_dim_names=("dp", "cp"))',
             f'sharding = cp.Sharding(mesh["cp"], tokens, cp.PositionIds("position_ids"){tile})',
             *(['model.gradient_checkpointing_enable({"use_reentrant": False})'] if self.checkpointed else []),
             "half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
-            f"model = cp.parallelize(model, mesh, sharding, mp_policy=half{offload})",
+            f"model = cp.parallelize(model, mesh, sharding, mp_policy=half{more})",
         ]
         return "\n".join(lines)
 
@@ -170,6 +192,7 @@ class Recipe:
         done = [
             *(["blocks checkpointed"] if self.checkpointed else []),
             *(["tile"] if self.way.share.tile else []),
+            *([f"{self.way.share.experts} ranks share experts"] if self.way.share.experts > 1 else []),
             *(f"{name} on the host" for name in self.way.share.on_host),
         ]
         speed = self.tokens * groups / self.seconds
@@ -182,9 +205,7 @@ class Recipe:
                 f"about {speed:,.0f} tokens/s of all {self.gpus} GPUs, if only matrix products and attention took time",
                 f"the longest row that fits so, if all {self.gpus} GPUs share it: {self.longest:,} tokens",
                 "",
-                "a checkpoint of Hugging Face:",
-                self.command,
-                "",
+                *(["a checkpoint of Hugging Face:", self.command, ""] if self.command else []),
                 "a loop of your own (README's lines, where they differ from model to model):",
                 self.code,
             ]
@@ -207,7 +228,7 @@ def recipe(folder: str, lengths: Sequence[int], gpus: int, nodes: int = 1, **opt
     if report.target is None or report.target.needs is None:
         return report
     target, share = report.target, replace(report.target.share(), accumulated=False)
-    found = [Way("", report.target.needs, share), *ways(report.target.needs, share, most_ranks=0)]
+    found = [Way("", report.target.needs, share), *ways(report.target.needs, share, 0, report.target.ranks_per_node)]
     for way in (way for way in found if way.share.ranks == gpus and way.memory.peak <= target.room):
         if way.what:
             checkpointed = all(layer.checkpointed for layer in way.needs.layers)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
+from cp_rewrite.experts.layers import is_layer_of_experts
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.kernels.states.select import SOLVED, runs_by_kernels
 from cp_rewrite.ops.states.maps import inputs_of, state_shapes, wide
@@ -98,10 +99,12 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     graph = _Graph(gm, tokens, target)
     paths = [path for path in graph.paths if path]
     weights = _weights_by_layer(model, paths)
+    experts = math.gcd(*(layer.num_experts for layer in model.modules() if is_layer_of_experts(layer)))
     wide = tuple(graph.wide(path) for path in paths)
     found = [
         Layer(
-            *weights[path],
+            *weights[path][:2],
+            experts=weights[path][2],
             **graph.layer(path),
             wide=sum(nodes.values()),
             states=graph.states(path),
@@ -115,7 +118,8 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     logits = graph.size(head) if head else 0.0
     outside = graph.layer("")["kept"] - logits
     returned = head is not None and is_given(head)
-    needs = Needs(tuple(found), *weights[""], outside, logits, returned, work=graph.work(""))
+    work = graph.work("")
+    needs = Needs(tuple(found), *weights[""][:2], outside, logits, returned, work=work, experts=experts)
     return GraphNeeds(needs, head, wide)
 
 
@@ -321,16 +325,18 @@ def _is_linear(node: fx.Node) -> bool:
     return op_name(node) in _LINEAR
 
 
-def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tuple[int, int]]:
-    """(parameters, trained ones) of each layer, by the path that Dynamo gives it, and of what is in none by ""."""
-    counts: dict[str, list[int]] = {path: [0, 0] for path in ("", *layers)}
+def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tuple[int, int, int]]:
+    """(parameters, trained ones, those of experts that ranks can share) of each layer, by the path that Dynamo gives
+    it, and of what is in none by ""."""
+    counts: dict[str, list[int]] = {path: [0, 0, 0] for path in ("", *layers)}
     short = {_plain(path): path for path in layers}
+    shared = {id(p) for layer in model.modules() if is_layer_of_experts(layer) for p in layer.parameters()}
     for name, weight in model.named_parameters():
         found = _LAYER.match(name)
         path = short.get(found[1], "") if found else ""
-        counts[path][0] += weight.numel()
-        counts[path][1] += weight.numel() if weight.requires_grad else 0
-    return {path: (total, trained) for path, (total, trained) in counts.items()}
+        for i, counted in enumerate((True, weight.requires_grad, id(weight) in shared)):
+            counts[path][i] += weight.numel() if counted else 0
+    return {path: (total, trained, experts) for path, (total, trained, experts) in counts.items()}
 
 
 def _plain(path: str) -> str:

@@ -231,21 +231,27 @@ class _Products:
         return self._added(y).to(first.dtype)
 
     def backward(self, rows: Tensor, first: Tensor, grads: Tensor, gate: str) -> list[Tensor]:
-        """Gradients of received rows, of the weights of their choices, and of what is `given`. grads: (R, C)."""
-        x, dy = self._picked(rows), self._picked(grads)
+        """Gradients of received rows, of the weights of their choices, and of what is `given`. grads: (R, C).
+
+        Tensors of all pairs go as soon as they are read: in a checkpointed layer this is where memory peaks.
+        """
+        dy = self._picked(grads)
         dweighed = self._grouped(dy, self.down.transpose(1, 2))
         weighed, dfirst, dweight = gates.gradients(gate, first, self.weight, dweighed)
-        dx = self._grouped(dfirst, self.up.transpose(1, 2))
-        if self.transposed:
-            dup, ddown = self._outer(x, dfirst), self._outer(weighed, dy)
-        else:
-            dup, ddown = self._outer(dfirst, x), self._outer(dy, weighed)
+        del dweighed, first
+        ddown = self._outer(weighed, dy) if self.transposed else self._outer(dy, weighed)
         biases: list[Tensor] = []
         if self.up_bias is not None:
             biases.append(self._by_expert(dfirst))
         if self.down_bias is not None:
             dweight = dweight + (dy * self.down_bias[self.expert]).to(dweight.dtype).sum(1, keepdim=True)
             biases.append(self._by_expert(dy * self.weight))
+        del dy, weighed
+        x = self._picked(rows)
+        dup = self._outer(x, dfirst) if self.transposed else self._outer(dfirst, x)
+        del x
+        dx = self._grouped(dfirst, self.up.transpose(1, 2))
+        del dfirst
         at = torch.where(self.at < 0, self.size, self.at)
         dweight = torch.cat([dweight[:, 0], dweight.new_zeros(1)])[at]
         found = [g.to(p.dtype).contiguous() for g, p in zip([dup, ddown, *biases], self.given, strict=True)]

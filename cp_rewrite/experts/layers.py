@@ -125,7 +125,7 @@ class SharedExperts:
             TypeError, ValueError: what stands against it, before anything is changed.
         """
         check_size(size, mesh.size())
-        self.layers = [module for module in model.modules() if _is_layer(module)]
+        self.layers = [module for module in model.modules() if is_layer_of_experts(module)]
         if not self.layers:
             raise ValueError(f"experts={size}: {_none_found(model)}")
         names = {module: name for name, module in model.named_modules()}
@@ -227,7 +227,8 @@ def check_size(size: Any, ranks: int) -> None:
         )
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer_of_experts(module: Any) -> bool:
+    """Whether a module is a layer of experts that ranks can share: of transformers, or an `Experts`."""
     return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "num_experts", "down_proj"))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cp_rewrite.__main__ import main
-from cp_rewrite.diagnose.config import explain_config
+from cp_rewrite.diagnose.config import explain_config, fit_of
 from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.cost.memory import predict
@@ -122,3 +122,37 @@ def test_a_recipe_is_the_least_that_fits(tmp_path: Path, capsys: pytest.CaptureF
     replace(DEVICES["h100"], device_bytes=BESIDE_TENSORS + (1 << 20)).save(small)
     assert main(["recipe", str(tmp_path), *asked[:-1], "--gpu", str(small)]) == 1
     assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_forecasts_and_recipes_know_experts_that_ranks_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 4096, "vocab_size": 64}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=32, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path)
+    target = explain_config(str(tmp_path), [64], 8).target
+    assert target is not None
+    assert target.needs is not None
+    per_layer = 12 * 3 * 64 * 4096
+    assert [layer.experts for layer in target.needs.layers] == [per_layer] * 2
+    alone, shared = fit_of(target, checkpointed=True).memory, fit_of(target, checkpointed=True, experts=4).memory
+    assert alone.gathered - shared.gathered == 2 * per_layer * 3 // 4  # of the first layer, in its backward
+    assert (alone.weights, alone.optimizer) == (shared.weights, shared.optimizer)
+    for ask, words in {
+        (8, ()): "must divide the 8 ranks that weights are sharded over, and the 12 experts",
+        (3, ()): "must divide the 8 ranks",
+        (4, ("weights",)): "leave 'weights' out of offload",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            fit_of(target, experts=ask[0], offload=ask[1])
+    small = tmp_path / "small.json"
+    replace(DEVICES["h100"], device_bytes=BESIDE_TENSORS + (alone.peak + shared.peak) // 2).save(small)
+    words = [str(tmp_path), "--tokens", "64", "--gpu", str(small)]
+    assert main(["memory", *words, "--world-size", "8", "--checkpointed"]) == 1
+    assert f"parallelize(experts=4): {shared.peak / 2**20:.1f} MiB, fits" in capsys.readouterr().out
+    assert main(["memory", *words, "--world-size", "8", "--checkpointed", "--experts", "4"]) == 0
+    assert main(["recipe", *words, "--gpus", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks share experts" in said
+    assert "mp_policy=half, experts=4)" in said
+    assert "train_checkpoint.py" not in said

@@ -3,7 +3,8 @@
 R local rows on a rank, weights sharded over F ranks, b bytes per element of an activation (2: bf16):
 
     weights, gradients, AdamW   16 bytes / F of a parameter (fp32), 4 / F of a frozen one
-    gathered                    b bytes per parameter: a block and the one that is next, and what is in no block
+    gathered                    b bytes per parameter: a block and the one that is next, and what is in no block. Of
+                                experts that n ranks share 1 / n, here as below
     activations                 b R × the elements per token that the backward reads, of every layer; of a
                                 checkpointed layer those that enter it. And states at cuts of pieces, in fp32
     and the largest of
@@ -21,6 +22,7 @@ Without gradients of an earlier micro-batch, those of a layer come as its activa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -36,7 +38,8 @@ class Layer:
     """One layer of a model. Elements are counted per token.
 
     Args:
-        parameters: that are gathered together. trained: of these, those that have gradients.
+        parameters: that are gathered together. trained: of these, those that have gradients. experts: of these, those
+            of experts that ranks can share.
         enters: elements that come in. kept: elements that its backward reads, those among them.
         before_attention: of `kept`, those that are still there when attention's backward runs.
         widest: elements of its widest tensor. wide: of `kept`, those in tensors that tiles of rows would hold. grouped:
@@ -60,6 +63,7 @@ class Layer:
     states: int = 0
     work: float = 0.0
     checkpointed: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Needs:
         kept: elements per token that the backward reads outside of layers. logits: elements per token of the loss's
             logits, 0 where the model has none. returned: the model returns them beside its loss. whole_logits: no tile
             holds some rows of them. work: multiplications of matrix products outside of layers, per token.
+        experts: how many each layer with experts has, or what these numbers have as their greatest common divisor; 0:
+            there are none that ranks can share.
     """
 
     layers: tuple[Layer, ...]
@@ -81,6 +87,7 @@ class Needs:
     returned: bool = False
     whole_logits: bool = False
     work: float = 0.0
+    experts: int = 0
 
     @property
     def flops(self) -> float:
@@ -112,6 +119,7 @@ class Share:
         on_host: what lies there between its uses, as `parallelize(offload=…)` names it.
         tile: as `Sharding(tile=…)`: of logits and of wide MLPs that are checkpointed there are a tile's; None: all.
         accumulated: gradients of an earlier micro-batch are there.
+        experts: ranks that share one set of experts, as `parallelize(experts=…)` has it.
     """
 
     rows: int
@@ -122,6 +130,12 @@ class Share:
     on_host: Collection[str] = ()
     tile: int | Literal["auto"] | None = None
     accumulated: bool = True
+    experts: int = 1
+
+    def gathered(self, layer: Layer, of: int) -> int:
+        """How many `of` a layer's parameters a rank has while the layer runs."""
+        away = layer.experts - layer.experts // self.experts
+        return of - of * away // max(1, layer.parameters)
 
     def tile_rows(self, widest: float) -> float:
         """Rows of a tile whose widest tensor has so many bytes a row."""
@@ -175,7 +189,7 @@ def predict(needs: Needs, share: Share) -> Memory:
     trained = needs.trained + sum(layer.trained for layer in needs.layers)
     here = 0 if "weights" in share.on_host else 4
     always = {"weights": here * needs.all_parameters // share.ranks, "optimizer": 2 * here * trained // share.ranks}
-    blocks = pairwise([0, *(layer.parameters for layer in needs.layers)])
+    blocks = pairwise([0, *(share.gathered(layer, layer.parameters) for layer in needs.layers)])
     outside = share.item_bytes * needs.parameters
     gathered = [outside + share.item_bytes * sum(pair) for pair in blocks]
     gradients = here * trained // share.ranks if share.accumulated else 0
@@ -191,9 +205,10 @@ def predict(needs: Needs, share: Share) -> Memory:
     gradients += _head(needs, share)  # whole until the backward ends
     behind = 0  # bytes of gradients that are being summed over ranks
     for i, layer in reversed([*enumerate(needs.layers)]):
-        own = share.item_bytes * layer.trained
+        trained_here = share.gathered(layer, layer.trained)
+        own = share.item_bytes * trained_here
         moments.append(moment("layer", gathered[i], workspace=_in_layer(layer, share) + own + behind))
-        behind = 4 * layer.trained
+        behind = 4 * trained_here
         if i >= len(away):
             activations -= _kept(layer, share)
             activations += share.item_bytes * share.rows * layer.enters if away else 0
@@ -240,7 +255,8 @@ def _in_layer(layer: Layer, share: Share) -> int:
     if share.tile is None or not layer.checkpointed or not layer.wide:
         return states + round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
     tile = share.tile_rows(item * layer.widest)
-    inside = item * tile * (layer.wide + 2 * layer.widest) + 4 * layer.parameters  # their gradients' sums, in fp32
+    sums = 4 * share.gathered(layer, layer.parameters)  # of gradients, in fp32
+    inside = item * tile * (layer.wide + 2 * layer.widest) + sums
     outside = item * rows * (again - layer.wide + 2 * max(layer.enters, layer.grouped))
     return states + round(max(outside + inside, attention))
 
@@ -257,8 +273,11 @@ class Way(NamedTuple):
         return predict(self.needs, self.share)
 
 
-def ways(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[Way]:
-    """Ways to save memory, from the cheapest on, each beside those before it; last more ranks, doubled each time."""
+def ways(needs: Needs, share: Share, most_ranks: int = 64, node: int | None = None) -> Iterator[Way]:
+    """Ways to save memory, from the cheapest on, each beside those before it; last more ranks, doubled each time.
+
+    node: ranks of a node, of which some share a set of experts; None: all.
+    """
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield Way("gradient checkpointing of the layers", needs, share)
@@ -266,10 +285,15 @@ def ways(needs: Needs, share: Share, most_ranks: int = 64) -> Iterator[Way]:
     if share.tile is None and predict(needs.of_loss(), tiled).peak < predict(needs, share).peak:
         needs, share = needs.of_loss(), tiled
         yield Way("Sharding(tile='auto'): never all logits at once", needs, share)
+    together = math.gcd(needs.experts, node or share.ranks) if needs.experts else 1
+    if together > share.experts and "weights" not in share.on_host:
+        share = replace(share, experts=together)
+        yield Way(f"parallelize(experts={together})", needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
         if {*on_host} > {*share.on_host} and (len(needs.layers) > LAYERS_ON_DEVICE or "weights" in on_host):
-            share = replace(share, on_host=on_host)
-            yield Way(f"parallelize(offload={on_host})", needs, share)
+            apart = share.experts > 1 and "weights" in on_host  # of which these are none
+            share = replace(share, on_host=on_host, experts=1 if apart else share.experts)
+            yield Way(f"parallelize(offload={on_host}){', experts=1' * apart}", needs, share)
     times = 2
     while share.ranks * times <= max(most_ranks, 2 * share.ranks):
         more = replace(
