@@ -132,10 +132,10 @@ class Share:
     accumulated: bool = True
     experts: int = 1
 
-    def gathered(self, layer: Layer, of: int) -> int:
-        """How many `of` a layer's parameters a rank has while the layer runs."""
+    def gathered(self, layer: Layer, count: int) -> int:
+        """The part of `count`, a layer's parameters or the trained ones, that a rank has while the layer runs."""
         away = layer.experts - layer.experts // self.experts
-        return of - of * away // max(1, layer.parameters)
+        return count - count * away // max(1, layer.parameters)
 
     def tile_rows(self, widest: float) -> float:
         """Rows of a tile whose widest tensor has so many bytes a row."""
@@ -173,7 +173,8 @@ class Memory:
     def __str__(self) -> str:
         sizes = {name: amount(size, self.peak).split()[0] for name, size in self.parts.items()}
         listed = [f"{name} {size}" for name, size in sizes.items() if float(size)]
-        return f"{amount(self.peak)} {_MOMENTS[self.at]} ({', '.join(listed)})"
+        by = f" ({', '.join(listed)})" if listed else ""
+        return f"{amount(self.peak)} {_MOMENTS[self.at]}{by}"
 
 
 def amount(size: int, of: int | None = None) -> str:
