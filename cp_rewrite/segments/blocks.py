@@ -3,6 +3,10 @@
     layers 0 1 2 … 63 of one class      marked: Dynamo reads layer 0, finds by its guards that the others read alike,
                                         and calls its graph once for each (torch from 2.13 on)
 
+These guards do not see all: not the classes of modules of torch inside of a block, nor a forward that one of them was
+given, nor that True is not 1. So only blocks of one `_makeup` are marked together. And not what the model writes into
+objects of Python between two calls, where a block reads it on another way: a model that writes into any is read apart.
+
 A model that can't be read so is read block by block, as before: what it costs is one more trial.
 """
 
@@ -12,13 +16,15 @@ import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.dynamo import written_objects
 from cp_rewrite.torch_internals import CAPTURE_ERRORS, READS_REGIONS_ONCE
 
 log = logging.getLogger(__name__)
@@ -60,12 +66,14 @@ class ReadOnce:
 
     def __init__(self, model: Any) -> None:
         blocks = find_blocks(model) if isinstance(model, nn.Module) and READS_REGIONS_ONCE else []
-        blocks = [block for block in blocks if any(True for _ in block.children())]
-        counts = Counter(map(type, blocks))
-        self._plain = [(weakref.ref(block), type(block)) for block in blocks if counts[type(block)] > 1]
+        kinds = {block: _makeup(block) for block in blocks if any(True for _ in block.children())}
+        counts = Counter(kinds.values())
+        numbers = {kind: number for number, kind in enumerate(counts)}
+        marked = {block: kind for block, kind in kinds.items() if counts[kind] > 1}
+        self._plain = [(weakref.ref(block), type(block), kind) for block, kind in marked.items()]
         self.able = bool(self._plain)
-        for block, plain in self._plain:
-            block().__class__ = _region(plain)  # type: ignore[union-attr]
+        for block, kind in marked.items():
+            block.__class__ = _region(type(block), numbers[kind])
 
     def call(self, run: Callable[[], T]) -> T:
         """`run`, which compiles a call of the model; once more with the blocks as they were, where it can't be read.
@@ -83,13 +91,26 @@ class ReadOnce:
 
     @contextmanager
     def trial(self) -> Generator[bool]:
-        """Around work on a captured graph; tells whether blocks are regions in it. Errors are ReadApart then."""
+        """Around work on a captured graph; tells whether blocks are regions in it. Errors are ReadApart then.
+
+        Raises:
+            ReadApart: by something that torch's guards do not see, a block's graph may stand for one that is another.
+        """
+        if self.able:
+            self._check_alike()
         try:
             yield self.able
         except Exception as error:
             if self.able:
                 raise ReadApart from error
             raise
+
+    def _check_alike(self) -> None:
+        if written := [name for name in written_objects() if _COLLECTOR not in name]:
+            raise ReadApart(f"the model writes into {written[0]}")
+        for held, plain, makeup in self._plain:
+            if (block := held()) is not None and _makeup(block, plain) != makeup:
+                raise ReadApart(f"a {plain.__name__} has other modules or attributes than before")
 
     def accept(self, refusals: Sequence[object]) -> None:
         """Raise ReadApart where blocks are regions and something stands against the graph: read block by block, it is
@@ -100,13 +121,46 @@ class ReadOnce:
     def end(self) -> None:
         """Give blocks their classes back."""
         self.able = False
-        for block, plain in self._plain:
+        for block, plain, _ in self._plain:
             if (module := block()) is not None:
                 module.__class__ = plain
 
 
+_COLLECTOR = "transformers_dot_utils_dot_output_capturing"
+"""A module of transformers that keeps what hooks of its own see of a call's layers."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that each module has."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _makeup(block: nn.Module, plain: type[nn.Module] | None = None) -> Hashable:
+    """Of a block and each module inside: name, class, mode, absent entries, hooks, functions that it was given, and
+    types of its other attributes.
+
+    plain: the block's class, where it is marked.
+    """
+    found: list[Hashable] = []
+    for name, module in block.named_modules(remove_duplicate=False):
+        held = vars(module)
+        absent = [key for kind in ("_parameters", "_buffers", "_modules") for key, x in held[kind].items() if x is None]
+        hooks = [(kind, id(hook)) for kind in _HOOKS for hook in held[kind].values()]
+        own = [(key, x) for key, x in held.items() if key not in _OF_MODULES]
+        given = [(key, id(x) if callable(x) else (type(x), *map(type, tree_leaves(x)))) for key, x in own]
+        kind = plain if plain is not None and module is block else type(module)
+        found.append((name, kind, module.training, *map(tuple, (absent, hooks, given))))
+    return tuple(found)
+
+
 @functools.cache
-def _region(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class of a block as one whose calls Dynamo reads as a region."""
-    call: Any = torch.compiler.nested_compile_region(plain.__call__, max_reuse_entries=1 << 30)
-    return type(plain.__name__, (plain,), {"__call__": call, "__module__": plain.__module__, "__doc__": plain.__doc__})
+def _region(plain: type[nn.Module], number: int) -> type[nn.Module]:
+    """The class of a block as one whose calls Dynamo reads as a region. It tells regions apart by their code: those of
+    another `number` have another."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain.__call__(self, *args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{number}")
+    region: Any = torch.compiler.nested_compile_region(call, max_reuse_entries=1 << 30)
+    return type(
+        plain.__name__, (plain,), {"__call__": region, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    )

@@ -380,6 +380,12 @@ def _translator() -> Any:
         return None
 
 
+def written_objects() -> list[str]:
+    """Names of Python's objects that the frame which is compiled now was given and writes into; none outside of one."""
+    translator = _translator()
+    return [] if translator is None else [source.name for source in translator.output.side_effects.mutated_sources]
+
+
 Same = Callable[[Any, Any], bool]
 """Whether two numbers are the same, of which one, or both, may be made of sizes."""
 

@@ -11,13 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
 from cp_rewrite import passes
+from cp_rewrite.batch.marks import is_part
 from cp_rewrite.passes.graph.nodes import graph_modules
 from cp_rewrite.segments import blocks
 from cp_rewrite.torch_internals import READS_REGIONS_ONCE
+from tests.helpers.pool import Pool
 
 D, T, LAYERS = 16, 48, 3
 pytestmark = pytest.mark.skipif(not READS_REGIONS_ONCE, reason="torch before 2.13 reads each call of a region")
@@ -60,6 +64,58 @@ class Counted(Block):
 
 def called(block: nn.Module, *args: Any) -> Any:
     return block(*args)
+
+
+class Acting(Block):
+    """`act`: what it ends with, which may be another module in each block of a model."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return self.act(super().forward(x, mask))
+
+
+class Numbered(Block):
+    """`number`: what kind it is tells what is done with it."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return super().forward(x, mask) * (2 if isinstance(self.number, bool) else self.number)
+
+
+class Number:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Told(Block):
+    """Reads a number that the model writes between its calls, in an object that both hold."""
+
+    def __init__(self, number: Number) -> None:
+        super().__init__()
+        self.told = number
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return super().forward(x, mask) * self.told.value
+
+
+class Telling:
+    def __init__(self) -> None:
+        self.number = Number()
+
+    def __call__(self, block: nn.Module, x: Tensor, mask: Tensor) -> Any:
+        self.number.value = self.number.value / 2 + 1
+        return block(x, mask)
+
+
+def told_net() -> Net:
+    telling = Telling()
+    return Net([Told(telling.number) for _ in range(LAYERS)], telling)
 
 
 class Net(nn.Module):
@@ -116,6 +172,7 @@ def test_a_report_is_the_same_however_blocks_are_read(
     [
         pytest.param(lambda: Net([Block(1), Block(2), Block(1), Block(2), Block(1)]), 7, 3, id="two kinds of blocks"),
         pytest.param(lambda: Net([Block() for _ in range(4)], windows=True), 4, 2, id="two masks in turns"),
+        pytest.param(lambda: Net([Acting(act()) for act in [nn.Tanh, nn.ReLU] * 2]), 4, 2, id="two activations"),
     ],
 )
 def test_each_kind_of_block_is_read_once(
@@ -150,6 +207,47 @@ def test_blocks_that_can_not_be_read_once_are_read_as_before(net: Callable[[], N
     classes = [type(layer) for layer in model.layers]
     assert len(report_of(model).sites) == LAYERS
     assert [type(layer) for layer in model.layers] == classes
+
+
+DIFFERENT: dict[str, Callable[[], Net]] = {
+    "modules of torch": lambda: Net([Acting(act()) for act in (nn.ReLU, nn.Tanh, nn.Identity, nn.Tanh)]),
+    "a module or none": lambda: Net([Acting(nn.Linear(D, D) if i % 2 else nn.Identity()) for i in range(4)]),
+    "1 and True": lambda: Net([Numbered(number) for number in (1, True, 1.0, 1)]),
+    "an object that the model writes into": told_net,
+}
+
+
+def step(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = net(**batch)
+    loss.backward()
+    grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return loss, {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+
+def made(name: str) -> Net:
+    torch.manual_seed(0)
+    return DIFFERENT[name]().double()
+
+
+def sharded_step(mesh: DeviceMesh, name: str, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    torch._dynamo.reset()
+    sharding = cp.Sharding(mesh, dict.fromkeys(batch, 1), cp.DocumentIds("doc_ids"), inner="eager")
+    model = cp.parallelize(made(name), mesh, sharding)
+    with sharding.shard(batch) as local:
+        loss, grads = step(model, local)
+    total = loss.detach().clone()
+    if is_part(loss):
+        torch.distributed.all_reduce(total, group=sharding.group)
+    return total, grads
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_blocks_that_differ_in_what_no_guard_sees_are_told_apart(pool: Pool, name: str) -> None:
+    ids = torch.arange(T)[None] % 64
+    batch = {"ids": ids, "doc_ids": ids // 17, "labels": ids % 8}
+    loss, grads = step(made(name), batch)
+    for found in pool.run(2, sharded_step, name, batch):
+        torch.testing.assert_close(found, (loss.detach(), grads), rtol=1e-9, atol=1e-12)
 
 
 def test_a_refusal_names_all_layers() -> None:
