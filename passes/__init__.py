@@ -92,10 +92,10 @@ FIND = (
     move_exchanges,
     record_masks,
 )
-"""What only reads the graph: after these all refusals are known."""
+"""Passes that only read the graph: after these all refusals are known."""
 
 CHANGE = (guard_size_conditions, rewrite_sites, tile_rows, local_sizes, verify_graph)
-"""What runs on a graph that nothing stands against."""
+"""Passes that change a graph, once nothing stands against it."""
 
 PIPELINE = FIND + CHANGE
 

@@ -69,7 +69,7 @@ class Unmasked:
         return Unmasked(tuple(rows), tuple(trees))
 
     def against(self, plan: BatchPlan) -> list[Refusal]:
-        """What stands against a batch."""
+        """Refusals that stand against a batch."""
         branched = any(row.nodes is not None and (np.diff(row.nodes.parents) != 1).any() for row in plan.rows)
         several = branched or any((row.lengths > 0).sum() > 1 for row in plan.rows)
         return [*(self.rows if several else ()), *(self.trees if branched else ())]
@@ -137,7 +137,7 @@ _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
 
 def check_checkpoints(state: State) -> State:
-    """What a checkpointed block reads of the graph's inputs must not change until it is computed again."""
+    """Refuse a change of a graph's input that a checkpointed block reads, before the block is computed again."""
     if not torch.is_grad_enabled():
         return state
     graph, read, found = state.graph_module.graph, dict[int, fx.Node](), list[Refusal]()

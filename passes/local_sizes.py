@@ -49,7 +49,7 @@ def give_local_sizes(gm: fx.GraphModule) -> None:
 
 
 def local_examples(gm: fx.GraphModule, given: Sequence[Any]) -> list[Any]:
-    """What a compiler is given of a rank's in the place of the example inputs of the row's graph."""
+    """A rank's example inputs for a compiler, in the place of those of the row's graph."""
     mode, found = fake_mode_of(gm.graph.nodes), list(given)
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")[: len(found)]):
         if isinstance(found[i], AsRow) and mode is not None:
@@ -63,8 +63,8 @@ def local_examples(gm: fx.GraphModule, given: Sequence[Any]) -> list[Any]:
 
 
 def local_arguments(gm: fx.GraphModule) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What a call of the function runs with: this rank's tensors, and sizes read of them. A size that Dynamo's code
-    reads of an input that looks as long as the row may be the row's."""
+    """A function that turns a call's arguments into those that the graph runs with: this rank's tensors, and sizes read
+    of them. A size that Dynamo's code reads of an input that looks as long as the row may be the row's."""
     sizes: dict[Any, tuple[int, int]] = {}
     nodes = gm.graph.find_nodes(op="placeholder")
     for i, node in enumerate(nodes):

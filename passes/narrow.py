@@ -79,7 +79,7 @@ class Step:
 
 
 class GraphOrder:
-    """What the ways of one graph share: each node's place, the modes that are open there, and who writes memory.
+    """Facts that the ways of one graph share: each node's place, the modes that are open there, and who writes memory.
 
     Args (read off the graph):
         shown: memory -> nodes that hold it or write into it, in order. written_at: memory -> where it is first written.
@@ -266,7 +266,7 @@ def find_cut(site: Site, way: ReadWay, costs: Costs) -> Cut | None:
 
 
 def _numbers(nodes: list[fx.Node], way: ReadWay) -> dict[fx.Node, Any]:
-    """What nodes read that is no tensor."""
+    """Operands of nodes that are no tensor -> a TokenCount of other rows, or as they are; or a tuple of these."""
     found = {source: value_of(source) for node in nodes for source in node.all_input_nodes}
     plain = {n: x for n, x in found.items() if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
     return {n: tuple(map(way.number, x)) if isinstance(x, tuple) else way.number(x) for n, x in plain.items()}
@@ -303,7 +303,7 @@ def _edges(steps: Mapping[fx.Node, Step], wanted: list[fx.Node], costs: Costs) -
 
 @lru_cache(maxsize=256)
 def _cheapest(edges: tuple[_Edge, ...]) -> frozenset[int] | None:
-    """What is behind the cheapest cut, which layers that look alike share; None: no cut is possible."""
+    """Points behind the cheapest cut, which layers that look alike share; None: no cut is possible."""
     graph = _networkx.DiGraph()
     for start, end, cost in edges:
         graph.add_edge(start, end, **({} if cost is None else {"capacity": cost}))
@@ -334,7 +334,7 @@ def _node_seconds(node: fx.Node, costs: Costs) -> float:
 
 
 def _flops(node: fx.Node) -> int:
-    """Of a forward for one token: two for each weight; nothing but products of matrices counts."""
+    """Operations of a forward for one token: two for each weight; nothing but products of matrices counts."""
     matrices = [value_of(source) for source in node.all_input_nodes]
     return 2 * sum(
         _fixed(x) for x in matrices if isinstance(x, Tensor) and x.ndim > 1 and all(isinstance(n, int) for n in x.shape)

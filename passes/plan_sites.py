@@ -114,7 +114,7 @@ def exchange_reasons(name: str, sharding: Sharding) -> list[str]:
 
 
 def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
-    """What the site asks of a kernel."""
+    """The spec of the kernel that the site asks for."""
     query, value = (node.meta["example_value"] for node in (site.query, site.value))
     out: Tensor = site.node.meta["example_value"]
     return AttentionSpec(
@@ -131,7 +131,7 @@ def spec_of(site: Site, deterministic: bool) -> AttentionSpec:
 
 
 def traffic_of(decision: Decision) -> Traffic:
-    """What a site moves, for traces of a run."""
+    """The bytes that a site moves for each token, for traces of a run."""
     spec = spec_of(decision.site, deterministic=False)
     keys, queries = spec.heads_kv * (spec.head_dim + spec.head_dim_v), spec.heads * (spec.head_dim + spec.head_dim_v)
     item = spec.dtype.itemsize
@@ -203,7 +203,7 @@ def inner_ranks(sharding: Sharding, heads_kv: int) -> tuple[int, ...]:
 
 
 def _places(inner: int, site: Site, state: State) -> Load:
-    """What places of `inner` ranks have to do for this batch, or, where it has few tokens, for a typical one."""
+    """The load of places of `inner` ranks for this batch, or, where it has few tokens, for a typical one."""
     if _is_known(state):
         return load_of(outer_schedule(state.plan.plan, site.mask, inner))
     return typical_load(state.sharding.world_size // inner, site.mask, inner * TOKENS_PER_RANK)
@@ -244,7 +244,7 @@ def _is_known(state: State) -> bool:
 
 
 def load_for(site: Site, state: State) -> Load:
-    """What exchanges are weighed by."""
+    """The load that exchanges are weighed by: of this batch, or, where it has few tokens, of a typical one."""
     if _is_known(state):
         return load_of(state.plan.plan.schedule(site.mask))
     return typical_load(state.sharding.world_size, site.mask)

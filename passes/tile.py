@@ -50,7 +50,7 @@ from .values.state import State
 
 
 class Rowwise:
-    """What was found of one graph, the root or the body of a region. `states`: of each node. `alone`: nodes that may
+    """Facts of one graph, the root or the body of a region. `states`: of each node. `alone`: nodes that may
     run on some of the rows. `modes`, `place`: of each node in the graph. `again`: the backward computes it once more.
     """
 
@@ -140,7 +140,7 @@ class Rowwise:
         return outcome.states
 
     def _as_proven(self, node: fx.Node) -> States:
-        """What the proof said of a node's tensor: rows that stand as all rows of the rank do, or the same on all."""
+        """The proven state of a node's tensor: rows that stand as the rank's do, or the same on all; else UNKNOWN."""
         state = self._proven.get(node)
         if state is REPLICATED:
             return REPLICATED
@@ -242,8 +242,8 @@ def find_regions(found: Rowwise, loops: bool) -> list[TileRegion]:
 
 
 def way_to(node: fx.Node, found: Rowwise) -> TileRegion | None:
-    """What makes a node's rows of narrow ones, the nearest to it of the cheapest, without gradients; None: nothing
-    does, or the rows that it is made of are not much narrower."""
+    """The region that makes a node's rows of narrow ones, the nearest to it of the cheapest, without gradients; None:
+    there is none, or the rows that it is made of are not much narrower."""
     if node not in found.alone or not found.row_bytes(node):
         return None
     mode = found.modes[node]
@@ -328,7 +328,7 @@ def _cost(node: fx.Node, found: Rowwise) -> int | None:
 
 
 def _side_of_first(edges: Iterable[_Edge]) -> list[Any]:
-    """What stands on the first side of the cheapest cut."""
+    """Points on the first side of the cheapest cut: ("in" or "out", node); none where no cut is possible."""
     graph = _networkx.DiGraph()
     for start, end, cost in edges:
         graph.add_edge(start, end, **({} if cost is None else {"capacity": cost}))
@@ -341,8 +341,8 @@ def _side_of_first(edges: Iterable[_Edge]) -> list[Any]:
 
 
 def _before(inside: set[fx.Node], able: set[fx.Node], found: Rowwise, late: bool = False) -> set[fx.Node]:
-    """What is computed once more for each tile on the way to the inside, from the cheapest cut on. `late`: the one
-    nearest to the inside, of several."""
+    """Nodes that are computed once more for each tile on the way to the inside, from the cheapest cut on. `late`: the
+    one nearest to the inside, of several."""
     edges: list[_Edge] = []
     pending, seen = [n for node in inside for n in node.all_input_nodes], set[fx.Node]()
     while pending:

@@ -238,7 +238,7 @@ def _is_flag(mask: fx.Proxy) -> bool:
 
 
 _PLAIN: dict[str, Any] = {"is_all_true": torch.all, "is_any_true": torch.any}
-"""What `torch._check_tensor_all` calls -> its usual name."""
+"""The functions that `torch._check_tensor_all` calls, by name -> their usual ones."""
 
 
 def capture(gm: fx.GraphModule, sharding: Sharding, plan: ActivePlan, loss_alone: bool = False) -> State:
@@ -384,7 +384,7 @@ def undo_views(gm: fx.GraphModule, kept: Collection[fx.Node]) -> None:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, in other dims."""
+    """The node that a node is a view of, in other dims; None: it is no view."""
     of = node.args[0] if op_name(node) in _VIEWS and node.args else None
     return of if isinstance(of, fx.Node) else None
 

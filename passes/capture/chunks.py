@@ -1,4 +1,4 @@
-"""What nodes compute of chunks of tokens: which of them do the same with each chunk, and where chunks meet.
+"""Nodes that work on chunks of tokens: which of them do the same with each chunk, and where chunks meet.
 
 x, y = h.chunk(2, dim=1)
 s = head(x).sum() + head(y).sum()        keys: chunk, head, sum; `s` is the end of the last
@@ -167,7 +167,7 @@ TURNED = frozenset("getattr t transpose permute to float double bfloat16 half de
 
 @dataclass(frozen=True)
 class OfChunk:
-    """What a node computes of chunk `number`: by the same `key` as others do of theirs."""
+    """Says that a node works on chunk `number`; nodes that do the same with other chunks have the same `key`."""
 
     key: int
     number: int
@@ -620,7 +620,7 @@ class _Joiner:
                 delattr(root, name)
 
     def _joined(self, made: list[fx.Node]) -> dict[int, fx.Node]:
-        """What runs on all chunks, by key."""
+        """Nodes that run on all chunks, by key."""
         found = {**self.chunks.sources}
         places = {node: place for place, node in enumerate(self.graph.nodes)}
         firsts = [min(self.chunks.members[key], key=places.__getitem__) for key in self.chunks.whole]
@@ -749,7 +749,7 @@ def _holds(dtype: torch.dtype, numbers: Sequence[float]) -> bool:
 
 
 def _scaled(node: fx.Node, parts: Collection[fx.Node]) -> fx.Node | None:
-    """What a node multiplies or divides by something that is no chunk's."""
+    """The chunk's node that a node multiplies or divides by something that is no chunk's; None of other nodes."""
     of_chunk = [x for x in node.args if isinstance(x, fx.Node) and x in parts]
     if op_name(node) not in ("mul", "div") or len(node.args) != 2 or node.kwargs or len(of_chunk) != 1:
         return None

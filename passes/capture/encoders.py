@@ -67,7 +67,7 @@ def take_out_encoders(gm: fx.GraphModule) -> tuple[Refusal, ...]:
 
 
 def encoded_arguments(gm: fx.GraphModule) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What gives such inputs, called with all others."""
+    """A function that gives the inputs that are results of `encode`, called with all others."""
     found = [node.meta[ENCODED] for node in gm.graph.find_nodes(op="placeholder") if ENCODED in node.meta]
     calls = {id(each.args): each for each in found}
 
@@ -96,7 +96,7 @@ def _told(results: Sequence[Result]) -> str:
 
 
 def encoded_examples(gm: fx.GraphModule) -> list[Any]:
-    """What a compiler is given of them."""
+    """Example tensors of the inputs that are results of `encode`, for a compiler."""
     values = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder") if ENCODED in n.meta]
     found: list[Any] = []
     for value in values:

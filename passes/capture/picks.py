@@ -89,8 +89,8 @@ _OF_NORMS = {
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
 _SMALLEST_EPS = 1e-20
-"""Of norms: with less, or none, a row of equal numbers gives 0 / 0, or so does its gradient, which has eps ** -1.5 in
-it."""
+"""The smallest eps of norms: with less, or none, a row of equal numbers gives 0 / 0, or so does its gradient, which has
+eps ** -1.5 in it."""
 _SAME = frozenset({"view", "reshape", "flatten"})
 _LOSSES: dict[Any, Sequence[float]] = {
     **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), ()),
@@ -113,7 +113,7 @@ _OF_NUMBERS = {
     **{"truediv": "div", "div": "div", "floordiv": "floor_divide", "sym_max": "maximum", "sym_min": "minimum"},
     **{"sym_float": "clone", "max": "maximum", "min": "minimum"},
 }
-"""What Python's numbers are made with -> the same of tensors."""
+"""Names of functions that Python's numbers are made with -> of the same functions of tensors."""
 
 
 def sum_picked(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> None:
@@ -183,7 +183,7 @@ def _read_by_mask(node: fx.Node, mask: fx.Node, mode: FakeTensorMode, counts: Co
 
 
 def _places(node: fx.Node, ndim: int) -> dict[fx.Node, int]:
-    """What holds the places of one dim, (N,), of what gives those of all -> the dim."""
+    """Nodes that hold the places of one dim, (N,), of a node that gives those of all dims -> the dim."""
     if not isinstance(value_of(node), Tensor):
         return {user: user.args[1] for user in node.users if isinstance(user.args[1], int)}  # type: ignore[misc]
     found: dict[fx.Node, int] = {}
@@ -259,7 +259,7 @@ def _is_again(a: Any, b: Any, written: Collection[Any]) -> bool:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What one node's nodes are made with: `new`. mask: (B, T), or flat."""
+    """Makes the nodes that stand for one node, by `new`. mask: (B, T), or flat."""
 
     new: Callable[..., fx.Node]
     mask: fx.Node
@@ -288,7 +288,7 @@ class _Sizes:
 
 
 class _Wholes:
-    """What follows from the picks of one mask.
+    """Rewrites what follows from the picks of one mask.
 
     Args:
         picks: the node of a pick -> the tensor that it picks from.
@@ -314,7 +314,7 @@ class _Wholes:
         self.numbers: dict[fx.Node, fx.Node] = {}
         """A number made from how many there are -> the tensor of no dims."""
         self.asserted: dict[fx.Node, None] = {}
-        """What only says that such a number is one that sizes may have."""
+        """Nodes that only say that such a number is one that sizes may have."""
 
     def rewrite(self) -> None:
         for node in [*self.graph.nodes]:

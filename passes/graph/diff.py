@@ -86,7 +86,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    """What it is called; a size that is an input as its symbol, for on a rank the row's name for it is no more true."""
+    """A node's name; of a size that is an input its symbol, for on a rank the row's name for it is no more true."""
     value = node.meta.get("example_value")
     return str(value) if node.op == "placeholder" and isinstance(value, SymInt) else node.name
 
@@ -111,7 +111,7 @@ def _text(value: Any) -> str:
 
 
 def target_name(target: Any) -> str:
-    """What a node calls: an op with its overload, unless that is the default one; a function's or a method's name."""
+    """Name of what a node calls: of an op with its overload, unless that is the default; of a function, of a method."""
     name = (
         str(target) if not callable(target) or hasattr(target, "_schema") else getattr(target, "__name__", str(target))
     )

@@ -133,7 +133,7 @@ class _Unwrapped(ShortenTraceback):
 
 
 def _arguments(error: Exception) -> tuple[Any, ...]:
-    """What an error is made of."""
+    """The arguments that an error is made of."""
     made: Any = error.__reduce__()
     return made[1]
 
@@ -225,7 +225,7 @@ def is_resumed() -> bool:
 
 
 def wrapped_names() -> dict[str, str]:
-    """What a decorator of a module's forward passes on by place, in the frame that is compiled now.
+    """Sources of what a decorator of a module's forward passes on by place, in the frame that is compiled now -> names.
 
     def decorated(self, *args, **kwargs)      L['args'][0] -> hidden_states
     def forward(self, hidden_states, mask)    L['args'][1] -> mask
@@ -272,7 +272,7 @@ class Ends:
 
 
 def ends_of(gm: fx.GraphModule) -> Ends:
-    """Those of the graph that is compiled now."""
+    """The Ends of the graph that is compiled now."""
     translator = _translator()
     if translator is None:
         return Ends()
@@ -373,7 +373,7 @@ def _rest(code: CodeType, kind: int) -> str | None:
 
 
 def _translator() -> Any:
-    """What translates the frame, while a backend runs; None outside of one."""
+    """Dynamo's translator of the frame, while a backend runs; None outside of one."""
     try:
         return InstructionTranslator.current_tx()
     except AttributeError:

@@ -37,7 +37,7 @@ def call(node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
 
 
 def fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """What a node gives on the fake values of its operands; it asks for no gradient."""
+    """The fake value that a node computes from its operands' fake values, without a gradient."""
     # As Dynamo runs ops: without the dispatcher, `pad` would fix the token count to the example's.
     with mode, enable_python_dispatcher(), torch.no_grad():
         return call(node, lambda n: n.meta["example_value"])
@@ -70,7 +70,7 @@ class FakeValues:
 
 
 def _signature(arg: Any) -> Any:
-    """What an op can tell of an argument."""
+    """A key of an argument, equal for arguments that an op can't tell apart."""
     if isinstance(arg, fx.Node):
         return _signature(arg.meta["example_value"])
     if isinstance(arg, Tensor):
@@ -83,8 +83,8 @@ def _signature(arg: Any) -> Any:
 
 
 def _maker_of_like(value: Any, operands: list[Tensor], mode: FakeTensorMode) -> Callable[[list[Tensor]], Any] | None:
-    """What makes the like of an op's value of other operands: a view of the only one, or new tensors. None: it is
-    neither, or the op makes a size that is not known before it runs."""
+    """A function that makes the like of an op's value of other operands: a view of the only one, or new tensors. None:
+    it is neither, or the op makes a size that is not known before it runs."""
     results = tree_leaves(value)
     if not all(isinstance(x, Tensor) and not x.is_complex() for x in results) or free_unbacked_symbols(results):
         return None
@@ -155,8 +155,8 @@ def place_by(new: fx.Node, like: fx.Node, mode: FakeTensorMode) -> None:
 
 
 def maker(before: fx.Node, mode: FakeTensorMode) -> Callable[..., fx.Node]:
-    """What makes nodes in front of a node, in its place of the source: of a function, or a method's name, and its
-    arguments."""
+    """A function that makes nodes in front of a node, in its place of the source: of a function, or a method's name,
+    and its arguments."""
 
     def new(target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         with before.graph.inserting_before(before):

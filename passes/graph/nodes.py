@@ -1,4 +1,4 @@
-"""What passes ask of a node: its op, its value, its arguments, numbers that the graph fixes, what it reads.
+"""Facts that passes ask of a node: its op, its value, its arguments, numbers that the graph fixes, what it reads.
 
 A graph and its nested regions: which node runs which, and where a value inside a region comes from.
 
@@ -161,14 +161,14 @@ def enclosing(scope: Scope) -> list[Scope]:
 
 
 def outputs_of(gm: fx.GraphModule) -> list[Any]:
-    """What a graph returns."""
+    """Values that a graph returns."""
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     returned = output.args[0]
     return list(returned) if isinstance(returned, tuple | list) else [returned]
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """What a get_attr node reads; None for any other node."""
+    """The attribute that a get_attr node reads; None for any other node."""
     return attrgetter(str(node.target))(node.graph.owning_module) if node.op == "get_attr" else None
 
 

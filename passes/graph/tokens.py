@@ -90,7 +90,7 @@ def number_places(gm: fx.GraphModule) -> dict[str, int]:
 
 
 def passed_numbers(gm: fx.GraphModule) -> list[torch.SymInt | torch.SymFloat]:
-    """Those numbers."""
+    """Numbers that a caller passed, and no sizes of tensors, where Dynamo made symbols of them."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return [inputs[place].meta["example_value"] for place in number_places(gm).values()]
 
@@ -152,7 +152,7 @@ class TokenInput:
 
 @dataclass(frozen=True)
 class TokenAxis:
-    """What the annotation says of a graph's inputs.
+    """A graph's inputs, as the annotation describes them.
 
     Sizes are asked of the graph's fake tensors each time: a guard that was put meanwhile makes two symbols one.
 
@@ -170,7 +170,7 @@ class TokenAxis:
 
     @staticmethod
     def read(gm: fx.GraphModule, sharding: Sharding, cut: Mapping[str, int] | None = None) -> TokenAxis:
-        """Of a captured graph, whose placeholders carry fake tensors and Dynamo's sources.
+        """The TokenAxis of a captured graph, whose placeholders carry fake tensors and Dynamo's sources.
 
         `cut`: token dims of all that the batch's cut made, `shift_labels` among it, where there is a batch.
         """
@@ -196,12 +196,12 @@ class TokenAxis:
 
     @property
     def counts(self) -> frozenset[sympy.Expr]:
-        """What counts a rank's tokens, by as many symbols as Dynamo gave it; one number in a graph of fixed shapes."""
+        """Numbers of a rank's tokens, in as many symbols as Dynamo gave them; one number in a graph of fixed shapes."""
         return frozenset(expression(found.tokens) for found in self.inputs)
 
     @property
     def symbols(self) -> set[Any]:
-        """Those symbols."""
+        """Symbols that count a rank's tokens."""
         return {symbol for count in self.counts for symbol in count.free_symbols}
 
     @property

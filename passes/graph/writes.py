@@ -47,7 +47,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def writers_between(nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """What changes the memory of `nodes` in place between two nodes of their graph."""
+    """Nodes that change the memory of `nodes` in place between two nodes of their graph."""
     memory = {memory_of(node) for node in nodes} - {None}
     found: list[fx.Node] = []
     node = start.next

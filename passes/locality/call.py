@@ -37,7 +37,7 @@ class Found:
 
 @dataclass
 class Events:
-    """What the ops of one node gave rise to, apart from the states of its outputs.
+    """Events that the ops of one node gave rise to, apart from the states of its outputs.
 
     Args:
         refusals: reasons to refuse the node.
@@ -64,7 +64,7 @@ class Events:
     steps: list[Step] = field(default_factory=list[Step])
 
     def add(self, more: Events) -> None:
-        """What another op of the node gave rise to."""
+        """Add the events of another op of the node."""
         for name, value in vars(more).items():
             if isinstance(value, list):
                 getattr(self, name).extend(value)
@@ -90,7 +90,7 @@ class NodeFacts:
         self.fixed_positions: dict[fx.Node, str] = {}
         """Nodes that make positions which can't be replaced by the plan's, and why."""
         self.shifted: set[fx.Node] = set()
-        """Those among them that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
+        """Keys of `fixed_positions` that do not count 0, 1, 2, …: they do not even name the rows of a shard in turn."""
         self.offsets: Container[fx.Node] = ()
         """Nodes that hold the packing's offsets."""
         self.start(None, (), ())
@@ -115,7 +115,7 @@ class NodeFacts:
 
     @property
     def flags(self) -> tuple[bool, bool]:
-        """What `under` sets."""
+        """(moves, in_function): the flags that `under` sets."""
         return self.moves, self.in_function
 
     @contextmanager
@@ -184,7 +184,7 @@ _ADVICE = {
     "roll slice constant_pad_nd cat": "a shift over tokens, or a choice by their place, reads tokens that another rank "
     "may hold: it can't be sharded here",
 }
-"""Of floating-point tensors, by words in the ops' names and verbs."""
+"""Advice about ops on floating-point tensors, by words in the ops' names and verbs."""
 
 _LOSSES = frozenset({"cross_entropy", "nll_loss", "cross_entropy_loss", "log_softmax", "linear_cross_entropy"})
 _COPIES = frozenset(
@@ -194,7 +194,7 @@ _COPIES = frozenset(
 
 
 def advice(node: fx.Node | None, op: str, x: Tensor) -> str:
-    """What to do about an op that ran below `node` over the tokens of `x`; "" where that is not known.
+    """Advice on an op that ran below `node` over the tokens of `x`; "" where that is not known.
 
     `op`: its name, and the verb that refusals say.
     """
@@ -208,7 +208,7 @@ def advice(node: fx.Node | None, op: str, x: Tensor) -> str:
 
 
 def kind_by_name(name: str) -> str:
-    """What an op without a rule is, where its name tells that no token goes through it alone; "" elsewhere."""
+    """The kind of an op without a rule, where its name tells that no token goes through it alone; "" elsewhere."""
     if re.search(r"attn|attention|fmha|sdpa", name):
         return "attention"
     return "a scan" if re.search(r"scan|ssm|ssd|mamba|delta_rule|retention|linear_att", name) else ""
@@ -344,7 +344,7 @@ class Call:
 
 
 def mixes_parts(call: Call) -> Mixes:
-    """Of an op that does something else with a sum over tokens than to add it up."""
+    """A Mixes of an op that does something else with a sum over tokens than to add it up."""
     return Mixes(f"{call.name} on a sum over the shard's tokens is not the same on the whole; {MEAN_HINT}")
 
 
@@ -355,7 +355,7 @@ def check_gradients(call: Call) -> None:
 
 
 def check_sizes(call: Call, tensor: Tensor, state: TensorState) -> None:
-    """What every rule's result must keep: dims are as long as their axes, and no other dim has T in its size."""
+    """Check a rule's result: dims are as long as their axes, and no other dim has T in its size."""
     extents = call.extents
     dims = state.dims if isinstance(state, Rows) else [None] * tensor.ndim
     if state is UNKNOWN:

@@ -1,4 +1,4 @@
-"""What the locality check knows of a tensor: where its tokens are, as a value.
+"""Claims that the locality check makes of a tensor: where its tokens are, as a value.
 
 Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-process program:
 
@@ -344,8 +344,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Or": _of_tensors(torch.logical_or),
     "Not": lambda a: torch.logical_not(torch.as_tensor(a)),
 }
-"""What Python's numbers are made with, by the names of sympy's and torch's classes, as functions of numbers and tensors
-of no dims."""
+"""Functions that Python's numbers are made with, by the names of sympy's and torch's classes; they take numbers and
+tensors of no dims."""
 
 
 @dataclass(frozen=True)
@@ -463,7 +463,7 @@ TensorState = Rows | Partial | Deferred | GroupSizes | Moved | Owned | Known
 
 
 def joined(a: Any, b: Any) -> Any:
-    """What is known of a tensor that is like either of two states, or of several tensors; UNKNOWN: nothing."""
+    """The state of a tensor that is like either of two states, or of several tensors; UNKNOWN: nothing is known."""
     if a == b:
         return a
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):

@@ -1,8 +1,8 @@
-"""What a graph returns, and what outlives its call.
+"""Checks of what a graph returns, and of what outlives its call.
 
-What the annotation says of a graph's inputs: how long the axes are, and where each input has them.
+A graph's inputs by the annotation: how long the axes are, and where each input has them.
 
-What the locality check found, while it walks and in the end.
+Findings of the locality check, while it walks and in the end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_extents(tokens: TokenAxis, shape_env: Any) -> Extents | None:
 def input_state(
     node: fx.Node, tokens: TokenAxis, sharding: Sharding, extents: Extents
 ) -> tuple[TensorState, Refusal | None]:
-    """What is known of one placeholder."""
+    """The state of one placeholder, and a refusal of it; None: nothing stands against it."""
     value, name = node.meta.get("example_value"), tokens.names.get(node)
     if not isinstance(value, Tensor):
         return REPLICATED, None
@@ -107,7 +107,8 @@ def _token_rows(found: TokenInput, extents: Extents, sharding: Sharding) -> Rows
 
 
 def _padding(found: TokenInput, sharding: Sharding) -> Number | None:
-    """What an argument holds at tokens of no document: `shard` sees to it that none is a target."""
+    """The number that an argument holds at tokens of no document; None: not known. `shard` sees to it that no such
+    token is a target."""
     if found.name in LABELS and not found.value.is_floating_point():
         return IGNORE_INDEX
     packing = sharding.packing
@@ -123,7 +124,8 @@ _OURS = re.compile(r" \([^()]*torch_internals\.py[^()]*\)$")
 
 
 def why_static(extents: Extents, tokens: TokenAxis) -> Refusal:
-    """What made a constant of the token count: inputs of that size, or a line of the model, where a guard names one."""
+    """A refusal that names what made a constant of the token count: inputs of that size, or the line of the model that
+    a guard names."""
     fixed = [found.name for found in tokens.inputs if isinstance(found.tokens, int)]
     for node, name in tokens.names.items():
         value = node.meta.get("example_value")
@@ -160,7 +162,7 @@ def _fixes(condition: Any, tokens: Any) -> bool:
 
 
 class Findings:
-    """What was found so far.
+    """Findings of the locality check so far.
 
     `used`, `indexed`, `looked_up`, `in_turn`: nodes that make positions, or take rows of tables, as in `Events`.
     `tables`: nodes that take the first T rows of a table, with its dim. `fill_sums`, `outputs`, `parts`: as in
@@ -246,7 +248,7 @@ class Outputs:
         return state.token_dim if self.extents.batch == 1 or before == (B,) else None
 
     def axes(self, leaf: Any) -> TokenAxes | None:
-        """What each dim of an output counts, where its tokens are not as `token_dim` has them."""
+        """The axes that each dim of an output counts, where its tokens are not as `token_dim` has them; else None."""
         state = self.env.get(leaf) if isinstance(leaf, fx.Node) else None
         if not isinstance(state, Rows) or self.token_dim(leaf) is not None:
             return None
@@ -254,7 +256,7 @@ class Outputs:
         return tuple(dim and tuple(names.get(f, f if isinstance(f, int) else -1) for f in dim) for dim in state.dims)
 
     def check_output(self, output: fx.Node, leaf: fx.Node, state: States) -> None:
-        """What the caller gets must be rows in the shard's order, a part of a sum, or the same on all ranks."""
+        """Check that an output is rows in the shard's order, a part of a sum, or the same on all ranks."""
         if isinstance(state, list):
             for item in state:
                 self.check_output(output, leaf, item)
@@ -289,8 +291,8 @@ class Outputs:
             self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
 
     def check_kept(self, output: fx.Node, node: fx.Node, where: str) -> None:
-        """What outlives the call is as what it returns, sums whole: this rank's rows, or the same on all ranks. Rows
-        must not be read by the next call, which would take them for everyone's."""
+        """Check a value that outlives the call: as what it returns, with sums whole, it is this rank's rows, or the
+        same on all ranks. Rows must not be read by the next call, which would take them for everyone's."""
         states = tree_leaves(self.env.get(node, REPLICATED))
         if self.resolves and states == [Partial()] and node in output.all_input_nodes:
             given: Any = output.args[0]
@@ -311,5 +313,5 @@ class Outputs:
 
 
 def _holders(source: str) -> set[str]:
-    """What an input was read of: `L['self'].seen`, `L['self']` of `L['self'].seen[0]`."""
+    """Sources that an input was read of, and its own: `L['self'].seen`, `L['self']` of `L['self'].seen[0]`."""
     return {source[:place] for place in range(1, len(source) + 1) if place == len(source) or source[place] in ".["}

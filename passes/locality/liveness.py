@@ -144,7 +144,7 @@ _ASSERTIONS = frozenset(
         torch.ops.aten._assert_scalar.default,
     }
 )
-"""What a model asserts of its values must hold of the row's: `torch._check_tensor_all` counts tokens of images."""
+"""Assertions of a model, which must hold of the row's values: `torch._check_tensor_all` counts tokens of images."""
 _ATTENTION = frozenset(
     {"multi_head_attention_forward", "scaled_dot_product_attention", "flex_attention", "_varlen_attn"}
 )

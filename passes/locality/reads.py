@@ -62,7 +62,7 @@ class Reads:
         return state
 
     def outcome(self, node: fx.Node) -> Outcome:
-        """What a node gives and gives rise to; where it does more than to move tokens, moves are left to its rules."""
+        """The outcome of a node; one that does more than to move tokens runs without the ways that move them."""
         outcome = self.runner.outcome(node)
         if not outcome.events.moved or (isinstance(outcome.states, Moved) and not outcome.events.refusals):
             return outcome
@@ -125,7 +125,7 @@ class Reads:
             return run(node)
 
     def _read(self, node: fx.Node, state: Moved, by: int) -> NeighbourRead | None:
-        """What replaces a node, of `by` tokens fewer than the row; None: its rows are not those of one tensor."""
+        """The read that replaces a node of `by` tokens fewer than the row; None: its rows are not one tensor's."""
         taps, entries, first = state.taps, state.entries, 0
         rows, span = state.rows, 1 if taps is None else taps.span
         dim, batch = rows.token_dim, next((i for i, d in enumerate(rows.dims) if d == (B,)), None)
@@ -170,7 +170,7 @@ class Reads:
         return tuple(found)
 
     def _whole(self, of: fx.Node | float) -> tuple[OfSums, ...]:
-        """What makes rows without tokens the same on all ranks, each of which knows the gradient of its own uses."""
+        """Conversions that make rows without tokens the same on all ranks, each of which knows its uses' gradient."""
         state = self.env.get(of) if isinstance(of, fx.Node) else None
         if not isinstance(of, fx.Node) or not isinstance(state, Partial):
             return ()
@@ -191,7 +191,7 @@ def _missing(entries: RowMap) -> int | None:
 
 
 def _behind(entries: RowMap, missing: int, fill: Any) -> RowMap:
-    """What stands in for rows that are not there: a number, or the last entry again, which such rows may hold."""
+    """Entries in the place of rows that are not there: a number, or the last entry again, which such rows may hold."""
     if missing <= 0:
         return RowMap(())
     if fill is not None:
@@ -246,7 +246,7 @@ def _without_gradients(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _written_memory(gm: fx.GraphModule) -> set[int | None] | None:
-    """What some node writes into; None: a nested region writes into what it is given."""
+    """Memory that some node writes into; None: a nested region writes into what it is given."""
     found: set[int | None] = set()
     for module in graph_modules(gm):
         given = {memory_of(n) for n in module.graph.find_nodes(op="placeholder")} - {None}

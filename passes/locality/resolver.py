@@ -1,4 +1,4 @@
-"""What the steps of ops mean for the graph: what is put between nodes and their operands, and which are taken apart."""
+"""The steps of ops as changes of the graph: what is put between nodes and their operands, and which are taken apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ways import FillRows
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done to a node for the steps of its ops.
+    """The changes of a node that the steps of its ops ask for.
 
     Args:
         operands: (place among the node's arguments, conversions): this is all.

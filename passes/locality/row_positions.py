@@ -34,7 +34,8 @@ def shared_by_rows(
     inserted: Collection[tuple[fx.Node, fx.Node]],
     counted: Mapping[fx.Node, Lowering],
 ) -> RowPositions | None:
-    """What follows from positions and has no rows of the batch; None where it can't be told apart by rows.
+    """Nodes that follow from positions and have no rows of the batch, and who reads them; None where they can't be told
+    apart by rows.
 
     Args:
         env: what is known of the nodes. live: those that outputs depend on, not only masks.

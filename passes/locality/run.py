@@ -174,7 +174,7 @@ States = Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a node gave and gave rise to; the same for every node that looks alike."""
+    """States that a node gave, and the events and steps of its ops; the same for every node that looks alike."""
 
     states: States
     events: Events
@@ -295,7 +295,7 @@ class NodeRunner:
         return Outcome(unknown_like(node), self.facts.events)
 
     def _steps(self, node: fx.Node, operands: Sequence[_Operand]) -> Steps:
-        """What is to be done to the node for the steps of its ops."""
+        """The changes of a node that the steps of its ops ask for."""
         steps = self.facts.events.steps
         if not steps:
             return NO_STEPS
@@ -372,7 +372,7 @@ class NodeRunner:
             torch.amp.autocast_mode._exit_autocast(self._autocasts.pop()[1])
 
     def _key(self, node: fx.Node) -> Any:
-        """What an outcome depends on; None when that can't be hashed."""
+        """The key of an outcome: all that it depends on; None when that can't be hashed."""
         parts = [self._part(arg) for arg in node.args] + [(k, self._part(v)) for k, v in node.kwargs.items()]
         # Positions are known by the nodes that make them.
         own = node if node.target is torch.arange else None
@@ -384,7 +384,7 @@ class NodeRunner:
         return key
 
     def _part(self, arg: Any) -> Any:
-        """What an outcome depends on of one argument: a tensor's signature and state, the value of anything else."""
+        """One argument's part of an outcome's key: a tensor's signature and state, the value of anything else."""
         if isinstance(arg, fx.Node):
             if arg not in self._signatures:
                 self._signatures[arg] = self._signature(value_of(arg))

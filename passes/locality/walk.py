@@ -172,7 +172,7 @@ class _Walk:
                 self.found.refuse(node, Reason.TOKEN_MIXING, _MOVED)
 
     def check_joined(self, node: fx.Node) -> None:
-        """What ran chunk by chunk must give rows, each made of its token, or sums over them and over nothing else."""
+        """Check what ran chunk by chunk: it gives rows, each made of its token, or sums over them and nothing else."""
         mark, place, state = node.meta.get(JOINED), node.meta.get(IN_ORDER), self.env[node]
         if place is not None and isinstance(state, Rows) and not self.stands_in_order(state, *place):
             detail = (

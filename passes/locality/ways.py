@@ -77,7 +77,7 @@ CONVERSIONS: Mapping[tuple[TensorState, TensorState], tuple[OfSums, ...]] = {
 
 
 def conversions_of(state: TensorState, claim: TensorState, gradient: bool) -> tuple[OfSums, ...]:
-    """What makes another claim true of a tensor; its gradient is converted only where it has one."""
+    """Conversions that make another claim true of a tensor; its gradient is converted only where it has one."""
     found = CONVERSIONS[state, claim]
     return tuple(each for each in found if gradient or each is not OfSums.SUM_GRADIENT)
 
@@ -176,7 +176,7 @@ def _converted(call: Call, *groups: tuple[Sequence[Tensor], TensorState]) -> Rea
 
 
 def _entries(tensors: Sequence[Tensor]) -> int:
-    """Of the largest; many, where that depends on the batch."""
+    """The number of elements of the largest tensor; many, where that depends on the batch."""
     counts: list[Any] = [x.numel() for x in tensors]
     return max((count if isinstance(count, int) else 1 << 60 for count in counts), default=0)
 
@@ -199,7 +199,7 @@ class Taken:
     why: Mixes | None = None
 
     def step(self, place: int) -> Step | None:
-        """What is to be done to the op, which stands at this place of its node; None: nothing."""
+        """The change of the op, which stands at this place of its node; None: it stays as it is."""
         if self.run is None and self.reading is AS_IT_IS:
             return None
         why = self.why or Mixes(FillRows.why)
@@ -230,7 +230,7 @@ class Ways:
         return found
 
     def _ways(self, call: Call) -> Sequence[Way]:
-        """Those that are open to an op here."""
+        """Ways that are open to an op here."""
         ways = (find_rule(call.func) or NO_RULE).ways
         if any(isinstance(call.state(x), Moved) for x in call.tensors):
             return [way for way in ways if isinstance(way, MovesRows)] or [MovesRows(_no_move)]
@@ -354,7 +354,7 @@ def _without_dropout(call: Call) -> bool:
 
 
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:
-    """What may be done with a value that is another one on a shard: assert it, and what prepares that."""
+    """The state of an op on a value that is another one on a shard: it may be asserted, and prepared for that."""
     if call.name in ("_assert_async", "_functional_assert_async"):
         return REPLICATED
     if call.name in ("logical_not", "bitwise_not", "logical_and", "bitwise_and", "clone", "detach", "alias"):

@@ -161,7 +161,7 @@ Found = Site | list[Refusal]
 
 @dataclass(frozen=True)
 class Matched:
-    """What was found of a graph's attention.
+    """Attention that was found in a graph.
 
     Args:
         sites: proven attention nodes, in graph order.
@@ -257,7 +257,7 @@ class _Matcher:
         self._sites: dict[Any, Found] = {}
 
     def attention_nodes(self, scope: Scope) -> Iterator[tuple[Scope, fx.Node]]:
-        """What may be attention in a region and in those inside of it, with the region."""
+        """(region, node) of each node that may be attention, in a region and in those inside of it."""
         calls, graph = dict(nested_scopes(scope)), scope.gm.graph
         if graph not in self._nodes:
             attends = {n: _is_attention_over(n, self.tokens) for n in graph.nodes}

@@ -45,7 +45,7 @@ _NAMES = {
     "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k",
     "causal": "is_causal", "softmax_scale": "scale",
 }  # fmt: skip
-"""What flash-attn calls what torch has another name for."""
+"""Names of arguments in flash-attn -> torch's other names for them."""
 _DEFAULTS = {
     "cu_seq_q": None, "cu_seq_k": None, "is_causal": False, "scale": None, "window_size": None, "dropout_p": 0.0,
     "attn_mask": None, "softcap": 0.0,
@@ -77,7 +77,7 @@ def is_varlen(node: fx.Node) -> bool:
 
 
 def read_varlen(node: fx.Node) -> Varlen:
-    """What such a node is called with, and why that is not read."""
+    """The arguments of such a node, and refusals of those that are not read."""
     given = {_NAMES.get(name, name): value for name, value in bind(node).items()}
     if "window_size_left" in given:
         given["window_size"] = [given.pop(f"window_size_{side}") for side in ("left", "right")]
@@ -91,7 +91,7 @@ def read_varlen(node: fx.Node) -> Varlen:
 
 
 def mask_of(scope: Scope, node: fx.Node, found: Varlen, prover: Prover) -> PackedMask | list[Refusal]:
-    """What such a node means over its row, or why it is not read."""
+    """The mask that such a node means over its row, or refusals that say why it is not read."""
     args = found.args
     if found.form == "THD" and (wrong := _other_documents(scope, node, args, prover)):
         return [wrong]
@@ -183,7 +183,7 @@ def _stands_in(scope: Scope, args: dict[str, Any], prover: Prover) -> bool:
 
 
 def _dense_meaning(canonical: Canonical, node: fx.Node, shape: Sequence[Any], prover: Prover) -> Any:
-    """What the dense mask, (B, H, T, T), means of which a list of blocks is made; None where there is none.
+    """The meaning of the dense mask, (B, H, T, T), of which a list of blocks is made; None where there is no such mask.
 
     A list of one block that is made of nothing means no mask.
     """

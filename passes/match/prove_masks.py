@@ -45,7 +45,7 @@ class Prover:
         indices: Sequence[fx.Node] = (),
         logits: Sequence[fx.Node] = (),
     ) -> PackedMask | list[Refusal]:
-        """What `mask`, which the attention `node` of `scope` reads, means.
+        """The meaning of `mask`, which the attention `node` of `scope` reads, or refusals.
 
         Args:
             shape: (B, H, T) of the queries. indices: placeholders that stand for b, h, q and k.
@@ -76,7 +76,7 @@ class Prover:
         indices: Sequence[fx.Node] = (),
         zeros: Sequence[fx.Node] = (),
     ) -> PackedMask | list[Refusal]:
-        """What a traced mask means; arguments as of `predicate.prove`."""
+        """The meaning of a traced mask, or refusals; arguments as of `predicate.prove`."""
         tables = {node: table for node in canonical.leaves if (table := self._table(node)) is not None}
         self.tables |= tables
         names = self._name, self.local_tokens

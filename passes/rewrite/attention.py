@@ -152,7 +152,7 @@ def _copy(
 
 
 def _number(node: fx.Node, numbers: Any, size: fx.Node) -> Any:
-    """What stands for a number, or a tuple of them, among `size` rows."""
+    """The node or number that stands for a number among `size` rows; a tuple of them for a tuple."""
     graph = node.graph
     if isinstance(numbers, tuple):
         return tuple(_number(graph.call_function(operator.getitem, (node, i)), n, size) for i, n in enumerate(numbers))

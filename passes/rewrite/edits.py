@@ -200,7 +200,7 @@ def _traced(
 
 
 def _other_ops(node: fx.Node) -> RewriteRefused:
-    """Of a node that torch takes apart into other ops than when they were looked at."""
+    """The error for a node that torch takes apart into other ops than when they were looked at."""
     detail = "torch takes it apart into other ops here than when it was looked at: write it out in simpler ones"
     return RewriteRefused([Refusal(Reason.TOKEN_MIXING, detail, node)])
 

@@ -94,7 +94,7 @@ class Inputs:
         return self._nodes[graph, key]
 
     def operands(self, placeholder: fx.Node) -> list[fx.Node]:
-        """What the calls of a nested region pass for one of its placeholders; nothing for the root's."""
+        """Nodes that the calls of a nested region pass for one of its placeholders; none for the root's."""
         calls = self.callers.get(placeholder.graph, ())
         passed = [call.args[-_from_end(placeholder)] for call in calls]
         return [operand for operand in passed if isinstance(operand, fx.Node)]

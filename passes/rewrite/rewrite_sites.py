@@ -77,7 +77,7 @@ class _Reader:
 
 
 def _read_of_plan(state: State) -> list[PlanInput]:
-    """What the changes read of the plan."""
+    """The plan's tensors that the changes read."""
     found = state.locality
     keys = [key for d in state.decisions for key in site_inputs(d.site.mask, d.exchange_name)]
     keys += [key for insert in found.inserts for key in insert.inputs]

@@ -47,7 +47,7 @@ from cp_rewrite.torch_internals import FakeTensorMode, enable_python_dispatcher,
 
 
 def traced_region(found: TileRegion, extents: Extents, mode: FakeTensorMode, inner: str) -> Region:
-    """What the op runs: the region's nodes as ATen graphs, with autocast decided, and their gradients."""
+    """The Region that the op runs: its nodes as ATen graphs, with autocast decided, and their gradients."""
     body = _Body(found, extents)
     result_dims = tuple(
         _row_dim(state, n, extents) if isinstance(state := found.states[n], Rows) else None for n in found.results

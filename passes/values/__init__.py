@@ -1,1 +1,1 @@
-"""What passes hand on to one another: frozen values."""
+"""Frozen values that passes hand on to one another."""

@@ -31,7 +31,7 @@ _ops: Any = torch.ops.cp_rewrite
 
 @dataclass(frozen=True)
 class Ranks:
-    """What an op that is made whole reads: of the plan, `READ` and what it names itself."""
+    """The ranks as an op that is made whole sees them: of the plan, it reads `READ` and what it names itself."""
 
     group: str
     world_size: int
@@ -134,12 +134,12 @@ RunOverRanks = Callable[[Ranks, Any, dict[str, Any]], Any]
 
 Its attribute `reads` names what it needs of the plan beside `READ`, `why` what it does, for the report."""
 READ = (HAS_TOKEN, ROW_TOKENS)
-"""What all of them may read of the plan."""
+"""The plan's tensors that all of them may read."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is done to one ATen op that runs below a node.
+    """The change of one ATen op that runs below a node.
 
     Args:
         place: how many ops ran before it, but for those that copy. op: its name.
@@ -159,12 +159,12 @@ class Step:
 
     @property
     def conversions(self) -> list[Conversion]:
-        """Of all its operands."""
+        """Conversions of all its operands."""
         return [conversion for _, each in self.converted for conversion in each]
 
     @property
     def runs(self) -> list[Any]:
-        """What is done, as its parts: conversions, and what runs in the op's place."""
+        """The parts of the change: conversions, and what runs in the op's place."""
         return [*self.conversions, *([self.run] if self.run else [])]
 
     @property
@@ -188,7 +188,7 @@ class Lowering:
 
     @property
     def reads(self) -> tuple[PlanInput, ...]:
-        """What its ops read of the plan."""
+        """The plan's tensors that its ops read."""
         own = (key for step in self.steps for each in step.runs for key in getattr(each, "reads", ()))
         return tuple(dict.fromkeys((*READ, *own)))
 
@@ -244,7 +244,7 @@ class PositionGenerator:
         return None if self.kind == "arange" else self.node.all_input_nodes[0]
 
     def at(self, index: Any, table: Any) -> Any:
-        """What stands for it at places of the row, (T,) int64."""
+        """The positions, or the rows of `table`, at places of the row: `index`, (T,) int64."""
         dtype = self.node.meta["example_value"].dtype
         return index.to(dtype) if self.kind == "arange" else table.index_select(self.dim, index)
 
@@ -284,7 +284,7 @@ class RowPositions:
 
 @dataclass(frozen=True)
 class NeighbourRead:
-    """What takes the place of a node that shifts, rolls or convolves tokens.
+    """The read that takes the place of a node that shifts, rolls or convolves tokens.
 
     Args:
         node: the node. source: whose rows are read; its shape is the node's, but for the channels of a convolution.
@@ -316,7 +316,7 @@ class NeighbourRead:
 
 @dataclass(frozen=True)
 class Locality:
-    """What the locality check found.
+    """Findings of the locality check.
 
     Args:
         refusals: every op that is not the same on a shard.

@@ -1,8 +1,8 @@
-"""What passes hand on: one frozen value per stage.
+"""Frozen values that passes hand on: one per stage.
 
-What matching finds in a graph: values that later passes read and never change.
+Sites that matching finds in a graph: values that later passes read and never change.
 
-What travels in the place of keys and values, and what each rank then computes itself.
+Rows that travel in the place of keys and values, and what each rank then computes itself.
 
 A mask's computation as a value that outlives its graph.
 
@@ -77,7 +77,7 @@ class Site:
 
     @property
     def operands(self) -> list[fx.Node]:
-        """What the attention that takes the node's place reads."""
+        """Nodes that the attention in the node's place reads."""
         return [self.query, self.key, self.value, *([] if self.sinks is None else [self.sinks])]
 
 
@@ -120,7 +120,7 @@ class Cut:
 
     @property
     def operands(self) -> list[fx.Node]:
-        """What is read of the rest of the graph: rows that travel, weights."""
+        """Nodes that are read of the rest of the graph: rows that travel, weights."""
         inside = set(self.nodes)
         read = [source for node in self.nodes for source in node.all_input_nodes if source not in inside]
         return [*dict.fromkeys([*(rows.node for rows in self.rows), *read])]
@@ -197,7 +197,7 @@ class Table:
     @staticmethod
     @torch.no_grad()
     def read(name: str, buffer: Tensor) -> Table | None:
-        """What a buffer's numbers say; None where they are no such table.
+        """The table that a buffer's numbers make; None where they make none.
 
         1 0 0 0
         1 1 0 0      by distance i - j = -3 … 3:   0 0 0 1 1 0 0      low 0, high 1
@@ -251,7 +251,7 @@ class Table:
             raise MaskMismatch(changed)
 
     def _expected(self, buffer: Tensor) -> Tensor:
-        """What a buffer of this table holds."""
+        """The numbers that a buffer of this table holds, in the buffer's shape and dtype."""
         return _expected(self.inside, self.outside, self.low, self.high, buffer.shape, buffer.dtype, buffer.device)
 
 
@@ -276,7 +276,7 @@ def _expected(
 
 
 def _place_of(buffer: Tensor) -> tuple[int, int]:
-    """What changes where a tensor is another one, or was written to."""
+    """(address, version): one changes where a tensor is another one, or was written to."""
     return buffer.data_ptr(), -1 if buffer.is_inference() else buffer._version
 
 
@@ -331,7 +331,7 @@ class Decision:
 
     @property
     def operands(self) -> list[fx.Node]:
-        """What is read by what takes the node's place."""
+        """Nodes that are read by what takes the node's place."""
         if self.cut is None:
             return self.site.operands
         others = [node for node in self.site.operands if node not in (self.site.key, self.site.value)]
@@ -340,7 +340,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Frame:
-    """What Dynamo says of the function that a graph was captured from.
+    """Facts from Dynamo about the function that a graph was captured from.
 
     Args:
         kept: nodes whose values outlive the call by another way than its result -> what keeps them (`L['self'].load`).

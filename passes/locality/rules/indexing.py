@@ -45,7 +45,7 @@ _along = on_rows(same_dims, over("runs over"))
 
 
 def sort(call: Call) -> States:
-    """Of one key per row: the sorted keys, and where each came from. Of such places: the inverse."""
+    """Sort of one key per row: the sorted keys, and where each came from. Of such places: the inverse."""
     state = call.rows(call.first)
     if state is None or call.first.ndim != 1 or (state.dims[0] in ((T,), (B, T)) and _reads_values(call)):
         return _along(call)
@@ -96,7 +96,7 @@ def group_sizes(call: Call) -> TensorState:
 
 
 def cumsum(call: Call) -> States:
-    """Of group sizes: where each group ends."""
+    """Running sum of group sizes: where each group ends."""
     state = call.state(call.first)
     return GroupSizes(state.order, ends=True) if isinstance(state, GroupSizes) else _along(call)
 
@@ -214,7 +214,7 @@ def gather(call: Call) -> TensorState:
 
 
 def _beside(call: Call, tensors: Sequence[Tensor]) -> Rows:
-    """Of tensors that are indexed along a dim beside their tokens: all have the same ones."""
+    """Rows of tensors that are indexed along a dim beside their tokens: all have the same ones."""
     ndim = tensors[0].ndim
     dim = call.arg("dim") % max(ndim, 1)
     for tensor in tensors:

@@ -49,7 +49,7 @@ def follow_source(call: Call) -> None:
 
 
 def _of_entries(x: Moved, after: RowMap) -> Moved:
-    """What a map reads of a tensor's entries."""
+    """A tensor's entries, as a map reads them."""
     entries = x.entries.then(after)
     if entries is None:
         raise Mixes("takes more tokens than there are")
@@ -202,7 +202,7 @@ def unchanged(call: Call) -> Moved:
 
 @_move
 def detached(call: Call) -> Moved:
-    """Of what has no gradient anyway."""
+    """`detach` of entries that have no gradient anyway."""
     state = call.state(call.first)
     numbers = isinstance(state, Moved) and all(isinstance(piece.of, int | float) for piece in state.entries.pieces)
     if call.facts.has_gradient(call.first) and not numbers:

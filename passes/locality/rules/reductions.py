@@ -188,7 +188,7 @@ def pooled_dims(call: Call) -> Iterable[tuple[int, str]]:
 
 
 _NONE, _MEAN = 0, 1
-"""What ATen calls reduction="none" and reduction="mean"."""
+"""ATen's numbers for reduction="none" and reduction="mean"."""
 _ZERO_OF_EQUALS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss"})
 """Losses that are 0 where both operands are."""
 

@@ -1,8 +1,8 @@
-"""What a locality rule is: a line of `table`, the ways that some ops may go.
+"""Locality rules: each is a line of `table`, the ways that some ops may go.
 
 Where the tokens of a tensor are: which of its rows hold one, and along which dim they stand.
 
-What goes by the user's word: ops that act on each token alone (`Sharding.local_ops`), and random numbers that each
+Ways by the user's word: ops that act on each token alone (`Sharding.local_ops`), and random numbers that each
 rank draws for its own tokens (`Sharding.random`).
 
 A draw for every token, as dropout makes it, is as good from any generator. One that all tokens share (dropout on a
@@ -86,7 +86,7 @@ def has_row_BT(
 
 
 def reads_of(dims: Dims) -> tuple[PlanInput, ...]:
-    """What `has_row` reads of the plan beside `READ`."""
+    """The plan's tensors that `has_row` reads beside `READ`."""
     return (TOKEN_INDEX,) if fewer(dims) else ()
 
 
@@ -134,7 +134,7 @@ Mixing = Callable[[Call], Iterable[tuple[int, str]]]
 
 
 class Takes(Flag):
-    """What a rule gets beside token rows and what is the same on all ranks. Without a flag the op is refused for it."""
+    """Flags of what a rule takes beside token rows and what all ranks have alike. Without one the op is refused."""
 
     NOTHING = 0
     SUMS = auto()
@@ -193,7 +193,7 @@ def rows(gives: RowsTransfer, takes: Takes = Takes.NOTHING, mixes: Mixing | None
 
 
 def refused(why: str, reason: Reason = Reason.TOKEN_MIXING) -> Alone:
-    """Of ops that are not the same on a shard."""
+    """The way of ops that are not the same on a shard: it refuses them."""
 
     def gives(call: Call) -> TensorState:
         raise Mixes(f"{call.name} {why}", reason)
@@ -305,7 +305,7 @@ _PER_ENTRY = frozenset(
 
 
 def drawn(call: Call) -> States:
-    """Of sizes that count tokens, or of rows, entry by entry: rows. multinomial: of ordinary dims."""
+    """Draws of sizes that count tokens, or of rows, entry by entry, are rows. multinomial draws from ordinary dims."""
     if call.name in _OF_SIZES:
         dims = call.extents.label(call.sizes(call.outs[0]))
         if dims is not None:

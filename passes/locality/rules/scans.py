@@ -84,7 +84,7 @@ class _Running:
         return rows.index_select(0, self.tables(ranks)[0]).view(*shape, rows.shape[1])
 
     def of_others(self, ranks: Ranks, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """What this rank's pieces have before them, of what all ranks reached: (M, P, C), (M, P, 1) is there any?
+        """Results of each rank before each of this rank's pieces: (M, P, C), and whether there are any, (M, P, 1).
 
         Args:
             ends: (M, C) what this rank reached at the ends of its pieces.
@@ -113,7 +113,7 @@ class _Folded(_Running):
         return self.like(whole.to(dtype), x)
 
     widens: ClassVar[bool] = True
-    """Of whole numbers torch gives int64."""
+    """Whole numbers give int64, as torch has it."""
 
     def run(self, lines: Tensor) -> Tensor:
         """Over dim 1."""

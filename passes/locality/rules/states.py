@@ -83,7 +83,7 @@ def alone(call: Call) -> Claims:
 
 
 def _summary_bytes(call: Call) -> int:
-    """What one cut piece does to the state."""
+    """Bytes of what one cut piece does to the state."""
     inputs = [x for name, x in call.bound.items() if name != "offsets" and isinstance(x, Tensor)]
     state, move = state_shapes(call.name.partition("::")[2], inputs)
     return (math.prod(state) + math.prod(move)) * wide(inputs[0].dtype).itemsize
@@ -117,7 +117,7 @@ class OnPieces:
 
 
 class Offsets(Container[fx.Node]):
-    """Those that are known so far, of one graph and its nested regions. env: states of the nodes walked so far."""
+    """Nodes known to hold the packing's offsets, of a graph and its regions. env: states of the nodes walked so far."""
 
     def __init__(self, gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis, env: Mapping[fx.Node, Any]) -> None:
         self._written, self._counts, self._env = written_memory(gm), tokens.counts, env

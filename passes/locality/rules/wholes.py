@@ -187,7 +187,7 @@ def rows_reduced(call: Call) -> Rows:
 
 
 def bincount(call: Call) -> tuple[States, RunOverRanks]:
-    """Of whole numbers below `minlength`, one or more for each token: a part of the counts of all."""
+    """Counts of whole numbers below `minlength`, one or more for each token: a part of the counts of all."""
     rows = call.rows(call.first)
     if rows is None or not can_spread(rows) or not call.arg("minlength") or call.arg("weights") is not None:
         raise Mixes("bincount without minlength has as many entries as the shard's largest number asks for")
@@ -195,7 +195,7 @@ def bincount(call: Call) -> tuple[States, RunOverRanks]:
 
 
 def histc(call: Call) -> tuple[States, RunOverRanks]:
-    """Between bounds that are given: a part of the counts of all."""
+    """Counts between bounds that are given: a part of the counts of all."""
     rows = call.rows(call.first)
     if rows is None or not can_spread(rows) or not call.arg("min") < call.arg("max"):
         raise Mixes("histc without bounds counts between the shard's least number and its largest")
@@ -274,7 +274,7 @@ class Variance(Mean):
 
 @dataclass(frozen=True)
 class Norm(OverTokens):
-    """Of any power from 1 on: sum(|x| ** p) ** (1 / p); of inf and -inf the largest and the least of |x|."""
+    """The norm of any power from 1 on: sum(|x| ** p) ** (1 / p); of inf and -inf the largest and the least of |x|."""
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         x, power = args["self"], args.get("ord", args.get("p"))
@@ -508,7 +508,7 @@ class _Segments:
         shared = OfSums.SHARE_OUT(base, ranks) if base.is_floating_point() else base
 
         def total(x: Tensor) -> Tensor:
-            """Of rows with a token, by segment, over all ranks."""
+            """The sum of rows with a token, by segment, over all ranks."""
             kept = torch.where(held, x, x.new_zeros(()))
             return ranks.sum(base.new_zeros(base.shape, dtype=x.dtype).scatter_add(args["dim"], args["index"], kept))
 
