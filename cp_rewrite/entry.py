@@ -106,7 +106,7 @@ class Backend:
         return None
 
     def _agreed(self, gm: fx.GraphModule) -> tuple[passes.State, int]:
-        """What the passes made of a graph, or found against it, and the graph's number: the same on all ranks."""
+        """State with the rewritten graph, or refusals, and the graph's number, 0 if refused: the same on all ranks."""
         sharding = self.sharding
         observe.trace("before", lambda: graph_lines(gm))
         try:
@@ -144,7 +144,7 @@ class Backend:
     def _inner(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """What runs a graph, its equal blocks compiled once; `patches`: options of Inductor."""
+        """The callable that runs a graph, its equal blocks compiled once; `patches`: options of Inductor."""
         compile_one, written = functools.partial(self._compiled, patches=patches), written_memory(gm)
         if (parts := equal_blocks(gm, example_inputs, written)) is not None:
             return in_order(gm, compile_once(gm, parts, compile_one, written))
@@ -183,7 +183,7 @@ def compile_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding, "mode": …})` calls.
+    """The backend that `torch.compile(model, backend="cp_rewrite", options={"sharding": sharding, "mode": …})` calls.
 
     torch.compile takes no `mode` beside `options`: it stands among them. Others are Inductor's.
     """
@@ -196,7 +196,7 @@ def compile_backend(
 
 
 def _inductor_options(sharding: Sharding, mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch.compile's `mode` and `options` say to Inductor.
+    """Options of Inductor that torch.compile's `mode` and `options` stand for; {} where neither is given.
 
     Raises:
         ValueError: another compiler runs, Inductor does not know them, or they capture CUDA graphs.
@@ -267,7 +267,7 @@ def context_parallel(sharding: Sharding, *, gather_outputs: bool = False) -> Cal
 def _checked(
     state: passes.State, number: int, compiled: Callable[..., Any], sizes: PlanConditions, left_out: LeftOutputs
 ) -> Callable[..., Any]:
-    """What a call runs: checks of the arguments against the batch in flight, then the graph with that batch's plan."""
+    """The callable of a graph: it checks arguments against the batch in flight, and runs it with that batch's plan."""
     sharding, keys, checks = state.sharding, state.inputs, CallChecks(state)
     unchecked, agreed = list(state.masks), AgreedInputs(state)
     weights, vouched = WeightWatch(sharding, agreed.weights), SpotCheck.of(state)

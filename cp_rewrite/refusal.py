@@ -16,7 +16,7 @@ BACKWARD_HOOKS = (
     "a hook of the backward inside of the model is not in the graph: change a gradient by a torch.autograd.Function in "
     "forward or in a forward hook; look at those of weights (`weight.register_hook`) or of the whole model"
 )
-"""What to do where a module, or a tensor of its forward, has a hook of the backward."""
+"""Advice where a module, or a tensor of its forward, has a hook of the backward."""
 
 
 class Reason(Enum):

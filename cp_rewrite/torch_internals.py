@@ -327,7 +327,7 @@ BuiltinVariable.call_range = _range_by_count(BuiltinVariable.call_range)  # type
 
 
 def hint(size: Any) -> Any:
-    """What a symbolic number is in the example that is traced; None where it has none. A number is itself."""
+    """Value of a symbolic number in the example that is traced; None where it has none. A number is itself."""
     if not isinstance(size, SymInt | SymFloat):
         return size
     return size.node.hint if size.node.has_hint() else None
@@ -362,12 +362,12 @@ def fixed_number(size: SymInt | SymFloat) -> float | None:
 
 
 def holds(shape_env: Any, condition: sympy.Basic) -> bool:
-    """What a condition on sizes is in the example that is traced, without a guard."""
+    """True if a condition on sizes is true in the example that is traced; no guard is added."""
     return in_example(shape_env, condition) == True  # noqa: E712
 
 
 def in_example(shape_env: Any, expr: Any) -> Any:
-    """What an expression of sizes is in the example that is traced."""
+    """Value of an expression of sizes in the example that is traced."""
     named = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"  # up to torch 2.12
     return expr.xreplace(getattr(shape_env, named))
 
@@ -394,7 +394,7 @@ def traced_object(context: Any, name: str) -> Any:
 
 
 def traced_values(context: Any, name: str, leave_out: Iterable[str]) -> dict[str, Any] | None:
-    """What the traced code's local `name` holds, a dict by words, but for the words `leave_out`, inside of what
+    """Entries of a dict by words, the traced code's local `name`, but for the words `leave_out`, inside of what
     `comptime` runs: constants, and tensors that Dynamo makes inputs of; None where there is anything else."""
     items: Any = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize().items
     held = {key.vt.as_python_constant(): value.realize() for key, value in items.items()}
@@ -467,7 +467,7 @@ def registered_group(name: str, group: dist.ProcessGroup) -> Generator[None]:
 
 
 def finished_work(result: Any) -> Any:
-    """What a collective of a group returns when it has its result already."""
+    """The handle that a collective of a group returns when it has its result already."""
     future: Any = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -493,7 +493,7 @@ def host_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
 
 
 def all_bytes(group: dist.ProcessGroupGloo, mine: bytes) -> list[bytes]:
-    """What each rank of a `host_group` gives, of whatever length but 0.
+    """Bytes that each rank of a `host_group` gives, by rank, of any length but 0.
 
     `dist.all_gather_object` is for groups that torch registered: with `TORCH_DISTRIBUTED_DEBUG=DETAIL` it looks them
     up."""
@@ -518,8 +518,8 @@ def whole_mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def cut_in_groups(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Of a mesh of one dim, in groups of `size` consecutive ranks: the mesh of this rank's place in all groups, and of
-    its group."""
+    """Two meshes out of one of a single dim, in groups of `size` consecutive ranks: the ranks in this rank's place of
+    all groups, and its group."""
     grid = mesh._unflatten(0, (mesh.size() // size, size), ("efsdp", "ep"))
     return grid["efsdp"], grid["ep"]
 
@@ -530,14 +530,14 @@ def shards_over_some() -> bool:
 
 
 def sharded_over(mesh: DeviceMesh) -> Callable[[int], Any]:
-    """What `shard_placement_fn` gives for weights that FSDP shards over `mesh`, in the dim that is asked for. Of one
-    model all must come from one call."""
+    """A function of a dim: it makes the result of `shard_placement_fn` for weights that FSDP shards over `mesh` in that
+    dim. Those of one model must all come from one call."""
     here = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return lambda dim: _fsdp_common.ShardPlacementResult(Shard(dim), here)
 
 
 _grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
-"""Of a group: its `grid_groups`, by inner ranks."""
+"""Group -> its `grid_groups`, by inner ranks."""
 
 
 def grid_groups(group: dist.ProcessGroup, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -644,7 +644,7 @@ def ones_open(env: Any) -> Generator[None]:
 
 
 def _of_one(env: Any, relation: Any) -> Any:
-    """What a comparison that tells 1 from more is for more, of a size n that is 1 in the example; None of others.
+    """Outcome for larger n of a comparison that tells 1 from more, of a size n that is 1 in the example; else None.
 
     n == 1, n < 2               of a size
     24 * n == 24                of strides

@@ -113,7 +113,7 @@ def load(args: argparse.Namespace, mesh: DeviceMesh, sharding: cp.Sharding) -> A
 
 
 def loadable(model: nn.Module) -> dict[str, Tensor]:
-    """What a file must hold: all weights and kept buffers, each by its first name where a head is tied."""
+    """Tensors that a file must hold: all weights and kept buffers, each by its first name where a head is tied."""
     names = {name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())}
     return {name: value for name, value in model.state_dict().items() if name in names}
 

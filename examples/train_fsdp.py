@@ -136,7 +136,7 @@ def packed_rows(texts: Iterator[Tensor], size: int, skip: int) -> Iterator[dict[
 
 
 def own_part(rows: Iterator[dict[str, Tensor]], number: int) -> dict[str, Tensor]:
-    """Of the next rows those that this rank gives: one after another, ranks in turn. {}: it has none."""
+    """This rank's part of the next `number` rows, which go to the ranks in turn, one by one. {}: it has none."""
     mine = list(itertools.islice(rows, number))[dist.get_rank() :: dist.get_world_size()]
     return {name: torch.cat([row[name] for row in mine]) for name in TOKENS} if mine else {}
 

@@ -298,8 +298,8 @@ def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:
 
 
 def whole_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that all ranks must have alike. Parts of a weight, as of DTensors, differ between ranks by right; tensors
-    on the meta device, and the stand-ins of `parallelize`, hold nothing."""
+    """The weights that all ranks must have alike, by name. Left out are parts of a weight, as of DTensors, which differ
+    between ranks by right, and tensors on the meta device and stand-ins of `parallelize`, which hold nothing."""
     whole = {n: x for n, x in weights.items() if type(x) in _WHOLE and x.layout == torch.strided}
     return {n: x for n, x in whole.items() if not x.is_meta and x.untyped_storage().nbytes()}
 

@@ -62,8 +62,8 @@ _LINEAR = _VIEWS | frozenset(
     "add sub neg cat stack sum mean repeat repeat_interleave roll pad dropout where masked_fill index_select".split()
 )
 _LAYER = re.compile(r"^((?:L\['args'\]\[\d+\])?+.*?(?:\.|\[)\d+\]?)(?=\.|$)")
-"""Of a module's path as Dynamo writes it, the part up to its first number: an entry of the model's lists. The model
-may be `L['args'][0]` itself, as where a decorator of its forward takes `*args`."""
+"""Matches a module's path, as Dynamo writes it, up to its first number: an entry of the model's lists. The model may be
+`L['args'][0]` itself, as where a decorator of its forward takes `*args`."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _shared(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class SharedExperts:
-    """Those of a model, over groups of `size` consecutive ranks of a mesh.
+    """Layers of experts of a model that are shared over groups of `size` consecutive ranks of a mesh.
 
     `begin` changes the layers' forwards, `cut` their weights, once whatever traces whole ones was made.
     """

@@ -134,7 +134,7 @@ def present_replicas(
 
 
 def refused_settings(plugin: Any) -> Mapping[str, tuple[Any, str]]:
-    """What of accelerate's FSDP can't be had: name -> (whether it is asked for, what to do)."""
+    """Settings of accelerate's FSDP that can't be had: name -> (whether it is asked for, what to do)."""
     return {
         "FSDP of version 1": (plugin.fsdp_version != 2, "set fsdp_config={'version': 2}"),
         "cpu_offload of FSDP": (
@@ -151,7 +151,7 @@ def refused_settings(plugin: Any) -> Mapping[str, tuple[Any, str]]:
 
 
 def make_twin(model: nn.Module, sharding: Sharding, accelerator: Accelerator) -> Twin | None:
-    """What is traced in the place of a model that the accelerator will shard; None: it will not."""
+    """The twin that is traced in the place of a model that the accelerator will shard; None: it will not."""
     if not accelerator.is_fsdp2:
         return None
     return Twin(model, device_of(sharding), _policy(accelerator).param_dtype)

@@ -30,7 +30,7 @@ from .twin import Twin
 
 MASK = "attention_mask"
 DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What padding-free collators add for other kernels. It says what `position_ids` say."""
+"""Arguments that padding-free collators add for other kernels. They say what `position_ids` say."""
 
 
 class GlobalBatch(NamedTuple):
@@ -188,12 +188,12 @@ def with_planes(model: nn.Module, values: Mapping[str, Any], made: GlobalBatch) 
 
 
 Variant = tuple[Packing, tuple[str, ...], bool, int | None]
-"""What tells documents apart, the arguments that are cut, whether the loss alone is wanted, and of how many choices."""
+"""The packing, the arguments that are cut, whether the loss alone is wanted, and how many choices or None."""
 
 
 @dataclass
 class Switch:
-    """What the forwards of one trainer do at the moment. Outside of its steps its models are what they were."""
+    """State of one trainer's forwards at the moment. Outside of its steps its models are what they were."""
 
     on: bool = False
     loss_only: bool = False
@@ -261,7 +261,7 @@ class GlobalForward:
             return self.joined(outputs, sharding)
 
     def compiled(self, sharding: cp.Sharding, loss_only: bool, choices: int | None) -> Callable[..., Any]:
-        """What runs on this rank's tokens: the whole model, in which everything but attention is proven local.
+        """The callable for this rank's tokens: the whole model, in which everything but attention is proven local.
         `loss_only`: nobody reads what it returns beside its loss. choices: so many rows are one to the model."""
         call = self.plain if self.twin is None else self.twin.module.forward
         call = call if choices is None else with_choices(call, sharding.tokens, choices)
@@ -346,7 +346,7 @@ class FusedForward(GlobalForward):
 
 
 def forward_class_of(model: nn.Module) -> type[GlobalForward]:
-    """What takes the place of a model's forward."""
+    """The class of GlobalForward that takes the place of a model's forward."""
     code = getattr(getattr(model.forward, "__func__", None), "__code__", None)
     return FusedForward if getattr(code, "co_name", "") == "_fused_forward" else GlobalForward
 

@@ -1,4 +1,4 @@
-"""What segments keep of their inputs for the backward lies on the host in between: checkpoints of blocks.
+"""Inputs that segments keep for the backward lie on the host in between: checkpoints of blocks.
 
     compute   block 0   block 1   block 2  …       block 2'       block 1'       block 0'
     copies              0 ─> host 1 ─> host        host ─> 1      host ─> 0

@@ -88,7 +88,7 @@ class _Scale(torch.autograd.Function):
 
 
 _CHECKPOINT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
-"""What `transformers`, PEFT and TRL call them. Reentrant checkpoints of frozen models have no gradients without."""
+"""Names in `transformers`, PEFT and TRL. Reentrant checkpoints of frozen models have no gradients without the hooks."""
 
 
 def drop_checkpoint_hooks(model: nn.Module) -> None:

@@ -231,8 +231,8 @@ class _Segment:
 
 
 def own_parts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """What a compiler is given of a graph's inputs: of weights that ranks share, which passes read whole, this rank's
-    part. Nodes that are such weights, in nested regions too, get its size."""
+    """Example inputs for the compiler of a graph: weights that ranks share, which passes read whole, are this rank's
+    part in them. Nodes that are such weights, in nested regions too, get its size."""
     given, found = list(example_inputs), dict[int, Tensor]()
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")[: len(given)]):
         part: SharedWeight | None = getattr(input_value(node), OWNED, None)

@@ -1,4 +1,4 @@
-"""What it costs per batch that all ranks compare what they were given: `python examples/bench/agree.py`. No GPU needed.
+"""Cost per batch of all ranks comparing what they were given: `python examples/bench/agree.py`. No GPU needed.
 
 Prints the median over 300 batches of the slowest rank, and that of `shard` with and without it, for processes of this
 machine that meet over TCP, as `torchrun` starts them.

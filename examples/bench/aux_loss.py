@@ -1,4 +1,4 @@
-"""What the sums over ranks cost that a Qwen3-MoE's auxiliary loss asks for: `transformers`' model as it is.
+"""Cost of the sums over ranks that a Qwen3-MoE's auxiliary loss asks for: `transformers`' model as it is.
 
     torchrun --nproc-per-node 2 examples/bench/aux_loss.py
     torchrun --nproc-per-node 2 examples/bench/aux_loss.py --layers 24 --hidden 512 --experts 32

@@ -87,7 +87,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def in_process(case: str, layers: int, folder: str, args: argparse.Namespace) -> dict[str, float] | str:
-    """What a process of its own measures, or the last line of its error."""
+    """Seconds that a process of its own measures, by name, or the last line of its error."""
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
     command = [sys.executable, __file__, "--child", "--cases", case, "--layers", str(layers), "--inner", args.inner]
     command += ["--tokens", str(args.tokens), "--attention", args.attention, *(["--gpu"] if args.gpu else [])]
@@ -133,7 +133,7 @@ def make_model(layers: int, args: argparse.Namespace) -> Any:
 
 
 def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Callable[[int], Any]:
-    """What runs a step, forward and backward, on the batch of a number."""
+    """A callable that runs a step, forward and backward, on the batch of a number."""
     plain = case in ("plain", "blocks")
     batches = [make_batch(args.tokens, seed, device if plain else "cpu") for seed in range(2)]  # `shard` moves its own
     if case == "explain":

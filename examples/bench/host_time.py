@@ -89,7 +89,7 @@ class Step:
 def medians(
     run: Callable[[], tuple[float, float]], count: int, prof: cProfile.Profile | None = None
 ) -> tuple[float, float]:
-    """Of what `run` gives, while the GPU sleeps."""
+    """(forward, backward): medians of what `run` gives while the GPU sleeps; slowest rank."""
     times: list[tuple[float, float]] = []
     with torch.autograd.set_multithreading_enabled(False):  # on this thread, where the profiler looks
         for _ in range(count):

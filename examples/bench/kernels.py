@@ -32,7 +32,7 @@ from cp_rewrite.kernels.select import device_facts
 HEAD_START = 4_000_000
 """Cycles that the GPU sleeps before a call: the host is ahead of it."""
 PACKS = ("web_mix 8K/GPU (27", "64 x 512", "one 32K")
-"""Of 4 GPUs."""
+"""Beginnings of the names of packs of 4 GPUs."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def prepared(pack: Pack, setup: Setup, until: float) -> tuple[list[Tried], dict[
 
 
 def bound(pack: Pack) -> float:
-    """Of the speed of one long document, what is left where causal tiles hold fewer pairs."""
+    """Share of one long document's speed that is left where causal tiles hold fewer pairs."""
     tiles = sum(n * (n + 1) / 2 for n in (-(-length // 128) for length in pack.lengths))
     return pack.pairs / (tiles * 128**2)
 

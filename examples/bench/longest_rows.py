@@ -31,8 +31,8 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "guides" / "memory.md"
 
 @dataclass(frozen=True)
 class Model:
-    """What a checkpointed model needs that returns its loss alone, and the KV rows that a rank of 8 reads for each of
-    its own where documents have `DOCUMENT` tokens."""
+    """Needs of a checkpointed model that returns its loss alone, and the KV rows that a rank of 8 reads for each of its
+    own where documents have `DOCUMENT` tokens."""
 
     name: str
     needs: Needs

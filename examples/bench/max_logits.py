@@ -21,11 +21,11 @@ from cp_rewrite.kernels import max_logits
 HEAD_START = 4_000_000
 """Cycles that the GPU sleeps before it is timed: the host is ahead of it."""
 PACKS = ("web_mix 8K/GPU (27", "prolong 8K/GPU", "64 x 512", "one 32K")
-"""Of 4 GPUs."""
+"""Beginnings of the names of packs of 4 GPUs."""
 
 
 def milliseconds(alone: Alone, repeats: int = 15) -> tuple[float, float]:
-    """Of the forward, and of the largest logits."""
+    """Medians of the forward, and of the largest logits."""
 
     def watch() -> None:
         max_logits.max_logits(alone.q, alone.k, alone.tables, alone.setup.params)

@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def of(self) -> tuple[str, int, bool]:
-        """What settings that are compared have in common."""
+        """(model, tokens, deterministic): equal in settings that are compared."""
         return self.model, self.tokens, self.deterministic
 
     @property
@@ -170,7 +170,7 @@ Kept = dict[tuple[str, int, bool], list[Tensor]]
 
 
 def measured(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace, kept: Kept | None) -> Found | str:
-    """What came of a setting, or why nothing did, on all ranks alike."""
+    """Largest figures of all ranks for a setting; where any rank has none, a text that says why, on all of them."""
     torch._dynamo.reset()
     gc.collect()
     if mesh.device_type == "cuda":

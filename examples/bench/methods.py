@@ -1,4 +1,4 @@
-"""What the attention benchmark compares: ours in every layout and exchange, and plain NCCL ways around one kernel.
+"""Methods of the attention benchmark: ours in every layout and exchange, and plain NCCL ways around one kernel.
 
 A method holds one rank's tensors and runs `forward()` and `backward()`; all ranks call them together.
 Shapes: R local rows, E expanded rows, P ranks, H query heads, K key heads, D head dim, C = 2 K D.

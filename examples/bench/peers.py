@@ -29,7 +29,7 @@ SHAPES = [
     for blocks, warps in ((0, 16), (0, 24), (8, 16), (8, 32), (16, 8), (16, 16), (16, 24))
     for n in (2, 4, 8)
 ]
-"""What --sweep tries."""
+"""Launch shapes that --sweep tries."""
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
@@ -54,8 +54,8 @@ def index(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lists:
-    """What a call of each direction reads, on the device. Every rank has `rows` rows and as many expanded ones; all of
-    them go to the next rank, or an equal part to every peer."""
+    """Lists that a call of each direction reads, on the device. Every rank has `rows` rows and as many expanded ones;
+    all of them go to the next rank, or an equal part to every peer."""
 
     push: tuple[Tensor, ...]
     back: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""What the planner reaches on packs of documents: balance, traffic and time; and a simulation of 8 to 512 ranks.
+"""Balance, traffic and time that the planner reaches on packs of documents; and a simulation of 8 to 512 ranks.
 
     python examples/bench/plan.py                  # every bar, some minutes
     python examples/bench/plan.py --seeds 3 --packs 300

@@ -40,7 +40,7 @@ RANKS = (8, 16, 64, 256, 512)
 SHORT, PACKS = (128, 256, 512, 1024, 2048, 4096, 8192), 8
 """Tokens of a rank, and packs of each mix."""
 MOST_SECONDS = 120
-"""What takes longer is not waited for."""
+"""Plans that take longer are not waited for."""
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "generated" / "plans.md"
 Cell = dict[str, Any]
 
@@ -101,7 +101,7 @@ def least_received(lengths: list[int], ranks: int, rows: int, tiles: float) -> f
 
 
 def measured(lengths: list[int], ranks: int, node: int | None) -> Cell:
-    """What a plan reaches; rows are KV rows of a forward, of all ranks together."""
+    """Figures that a plan reaches; rows are KV rows of a forward, of all ranks together."""
     options = LayoutOptions(1, 1, node, DEVICES["h200"])
     documents, times = Documents.from_lengths(lengths), list[float]()
     while len(times) < 3 and sum(times) < 2:

@@ -252,7 +252,7 @@ class FlexFlash(FlexTriton):
 
 
 def errors(method: FlexTriton, pack: Pack, setup: Setup) -> list[float]:
-    """Of out, dq, dk and dv on this rank: the largest difference from one GPU's, over the largest value."""
+    """Largest difference of out, dq, dk and dv on this rank from one GPU's, each over the largest value."""
     alone = Alone(pack, setup)
     for whole, local in zip((alone.q, alone.k, alone.v, alone.dout), (*method.inputs, method.dout), strict=True):
         dist.broadcast(whole, 0)

@@ -22,7 +22,7 @@ ROWS = 8
 
 
 def measures(ranks: int, layout: str, seed: int) -> tuple[float, ...]:
-    """What the table shows, of one row."""
+    """Numbers of the table for one row that is drawn with `seed`."""
     pack = Pack("web_mix", draw("web_mix", 32768 * ranks, seed))
     plan = plan_batch([pack.documents], ranks, layout, pack.mask)
     ids = pack.documents.document_ids()

@@ -13,7 +13,7 @@ QUICK = frozenset(
         "test_weights_that_differ_between_ranks_are_an_error[weights]",
     }
 )
-"""What runs in the default suite, some 2 s each; the rest is slow."""
+"""Tests of the default suite, some 2 s each; the rest is slow."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py, which reads the marks

@@ -17,7 +17,7 @@ from tests.border.model import Batch, Model, pack
 from tests.border.outcome import Case
 
 Draw = Callable[[Any, Tensor], Tensor]
-"""Of the model and hidden states (…, W): what is added to them."""
+"""(model, hidden states (…, W)) -> what is added to them."""
 
 
 def rand_like(model: Any, h: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def mapped_alike(draw: Draw) -> Mix:
 
 
 def mapped_alone(draw: Draw) -> Mix:
-    """What is drawn knows nothing of tokens: a table of weights."""
+    """Draws for the rows of a table of weights, which knows nothing of tokens."""
 
     def mix(model: Any, h: Tensor) -> Tensor:
         table: Any = torch.vmap(lambda row: row + draw(model, row), randomness="different")(model.head.weight)
@@ -149,7 +149,7 @@ def mapped_alone(draw: Draw) -> Mix:
 
 
 class Early(Model):
-    """What is drawn goes over a graph break, when no tokens are in flight."""
+    """Carries a drawn number over a graph break, when no tokens are in flight."""
 
     def __init__(self, draw: Draw) -> None:
         super().__init__(mix=lambda model, h, b: h + model.early, extra=extra)
@@ -171,7 +171,7 @@ UNMAPPED = frozenset(
     {("rrelu", region) for region in ("mapped", "mapped_alike", "mapped_alone")}
     | {("bernoulli", "mapped_alike"), ("multinomial", "mapped_alike")}
 )
-"""What torch.vmap can't do."""
+"""(draw, region) that torch.vmap can't run."""
 
 
 def extra(model: Any) -> None:

@@ -42,7 +42,7 @@ def extra(model: Any) -> None:
 
 
 Factor = Callable[[Any, Tensor, Batch], Tensor]
-"""Of the model, the hidden states (B, T, W) and the batch: one factor per token, (B, T)."""
+"""(model, hidden states (B, T, W), batch) -> one factor per token, (B, T)."""
 
 
 def reciprocal(model: Model, h: Tensor, b: Batch) -> Tensor:
@@ -218,7 +218,7 @@ def on_losses(factor: Factor) -> Model:
 
 
 def picked_by_where(factor: Factor) -> Model:
-    """What rows without a token give is thrown away, in the forward."""
+    """Losses of rows without a token are thrown away, in the forward."""
 
     def loss(model: Model, logits: Tensor, b: Batch) -> Tensor:
         term = torch.where(b["labels"] != -100, _each(logits, b) * factor(model, logits, b), 0.0)

@@ -44,7 +44,7 @@ _PACKAGE = str(Path(cp.__file__).parent)
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised.
+    """Error that a rank raised.
 
     Args:
         kind: name of the exception's type; HANG for a rank that still waited when another had failed.

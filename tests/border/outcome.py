@@ -1,4 +1,4 @@
-"""What becomes of a model on two ranks, compared with one process: right, refused, raised, or a fault of ours."""
+"""Outcome of a model on two ranks, compared with one process: right, refused, raised, or a fault of ours."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def steps_alone(case: Case) -> list[Step]:
 
 
 def _given(case: Case, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What one process calls its model with: labels shifted, where `shard` shifts them."""
+    """The batch that one process calls its model with: labels shifted, where `shard` shifts them."""
     if not case.shard.get("shift_labels"):
         return batch
     name = case.shard.get("label_arg", "labels")
@@ -153,7 +153,7 @@ def scalars(out: Any) -> dict[str, Tensor]:
 
 
 def compare(plain: Sequence[Step], ranks: Sequence[Sequence[Step]]) -> Outcome:
-    """Of all steps the largest difference: of outputs (parts of a sum, or equal) and of summed gradients."""
+    """Largest difference of all steps: of outputs (parts of a sum, or equal) and of summed gradients."""
     found: list[tuple[float, str]] = []
     for i, expected in enumerate(plain):
         steps = [rank[i] for rank in ranks]

@@ -154,7 +154,7 @@ def labels_counted(model: Model, logits: Tensor, b: Batch) -> Any:
 
 
 def norm_of_hidden(model: Model, logits: Tensor, b: Batch) -> Any:
-    """What no attention reaches: the embedding of every token, padding too."""
+    """Adds what no attention reaches: the embedding of every token, padding too."""
     return cross_entropy(model, logits, b) + model.embed(b["input_ids"]).square().sum() / b["num_items"]
 
 

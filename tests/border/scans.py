@@ -132,7 +132,7 @@ RUNS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "differences": lambda x, b: F.pad(x.cumsum(1).diff(dim=1), (0, 0, 1, 0)),
     "trapezoid": lambda x, b: torch.cumulative_trapezoid(x, dim=1).sum(1, keepdim=True) + x,
 }
-"""Of scores (1, T, V) and the batch: what is made of them for each token."""
+"""By name: (scores (1, T, V), batch) -> what is made of them for each token."""
 
 
 def names() -> list[tuple[str, ...]]:

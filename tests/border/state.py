@@ -98,7 +98,7 @@ PLACES: dict[str, Place] = {
 
 @dataclass(frozen=True)
 class Value:
-    """What is kept. `same`: it is the same on all ranks."""
+    """A value that is kept. `same`: it is the same on all ranks."""
 
     of: Callable[[Any, Tensor, Batch], Tensor]
     same: bool = False
@@ -152,7 +152,7 @@ def kept(place: str, value: str, stop: str) -> Model:
 
 
 def carried(place: str, value: str, stop: str) -> Model:
-    """What is kept before the break is read after it, in the same step."""
+    """Reads a value after the break that was kept before it, in the same step."""
     at, of, pause = PLACES[place], VALUES[value], BREAKS[stop]
 
     def loss(model: Any, logits: Tensor, b: Batch) -> Tensor:
@@ -179,7 +179,7 @@ def local(place: str, value: str, stop: str) -> Model:
 
 
 def gated(place: str, value: str, stop: str) -> Model:
-    """What the step before kept moves every token's hidden state."""
+    """The value that the step before kept moves every token's hidden state."""
     at, of, pause = PLACES[place], VALUES[value], BREAKS[stop]
 
     def mix(model: Any, h: Tensor, b: Batch) -> Tensor:

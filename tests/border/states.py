@@ -131,7 +131,7 @@ def carried_over(m: Layers, h: Tensor, b: Batch) -> Tensor:
 
 
 def kept_offsets(m: Layers, h: Tensor, b: Batch) -> Tensor:
-    """Those of the first step."""
+    """Offsets of the first step stay in use."""
     m.kept = b["cu_seqlens"] if m.kept is None else m.kept
     return rule(m, h, m.kept)
 

@@ -92,7 +92,7 @@ def test_padding_that_documents_see(forks: Forks, how: str, kind: Kind) -> None:
 
 
 def attention_alone(model: Model, h: Tensor, b: Batch) -> Tensor:
-    """What attention gives, made to length 1; no residual keeps it from 0."""
+    """Output of attention, made to length 1; no residual keeps it from 0."""
     attended = h - model.embed(b["input_ids"])
     return attended / attended.norm(dim=-1, keepdim=True)
 

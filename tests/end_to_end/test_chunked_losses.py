@@ -182,7 +182,7 @@ def into_a_view(m: Chunked, h: Tensor, y: Tensor) -> Tensor:
 
 
 def written_between(m: Chunked, h: Tensor, y: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
-    """What each chunk is added to becomes another one after it. write: (w, its memory)."""
+    """The tensor that each chunk is added to is changed after each. write: (w, its memory)."""
     memory = h.new_zeros(2, h.shape[-1])
     w, total = memory[0], h.new_zeros(())
     for x in h.chunk(2, 1):

@@ -60,7 +60,7 @@ def test_a_sample_of_cells(pool: Pool) -> None:
 
 
 def test_a_rank_without_rounds_is_asked_for_its_largest_logits(pool: Pool) -> None:
-    """Of the ring: its rows are padding alone."""
+    """The exchange is the ring; the rank's rows are padding alone."""
     (cell,) = [
         cell for cell in cells()
         if (cell.exchange, cell.layout, cell.padding, cell.world_size) == ("p2p", "contiguous", "tail", 3)

@@ -52,7 +52,7 @@ images after one with; one document that is all image but for three tokens."""
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Of all weights that have one, whole; they have none afterwards."""
+    """Whole gradients of all weights that have one; they have none afterwards."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return {n.removeprefix("module."): x.full_tensor() if isinstance(x, DTensor) else x for n, x in found.items()}
@@ -123,7 +123,7 @@ def test_other_compilers(pool: Pool, inner: str) -> None:
 
 
 def test_two_rows_and_a_dry_run() -> None:
-    """Of another model of the same class, after the first: each runs its own encoder."""
+    """Another model of the same class comes after the first: each runs its own encoder."""
     rows = [[(3, (4, 4), 13)], [(2, (2, 6), 4, (2, 4), 9)]]
     for seed in range(2):
         model = build("Qwen3VL")
@@ -180,7 +180,7 @@ def test_checkpointed_blocks_of_text_and_images(kind: str) -> None:
 
 @pytest.mark.slow
 def test_images_and_videos_in_one_batch() -> None:
-    """Of Qwen3-VL they are refused: it picks tokens by a mask to join what its encoder gives."""
+    """Qwen3-VL's are refused: it picks tokens by a mask to join what its encoder gives."""
     for kind in ("Qwen2VL", "Qwen2_5_VL"):
         model = build(kind)
         assert cp.check(model, annotate(2), with_video(model), shift_labels=True).largest <= LIMIT
@@ -201,7 +201,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_that_are_given_sizes(name: str) -> None:
-    """Of experts, of a hybrid with recurrent states, and of another family."""
+    """A model of experts, a hybrid with recurrent states, and one of another family."""
     torch.manual_seed(0)
     kind, (vision, rope) = class_of(name), OTHERS[name]
     parts = {**ROPE, **rope}
@@ -216,7 +216,7 @@ def test_other_models_that_are_given_sizes(name: str) -> None:
 
 
 def late(mesh: DeviceMesh) -> list[str]:
-    """What a compiled model raises once its encoder draws random numbers, and one whose encoder differs by rank."""
+    """Errors of a compiled model once its encoder draws random numbers, and of one whose encoder differs by rank."""
     found: list[str] = []
     for case in ("drawn", "other weights"):
         model, sharding = build("Qwen2VL").eval(), annotate(mesh)

@@ -1,4 +1,4 @@
-"""What keys and values are computed from travels in their place: loss and all gradients are those of one process."""
+"""Inputs of keys and values travel in their place: loss and all gradients are those of one process."""
 
 from __future__ import annotations
 

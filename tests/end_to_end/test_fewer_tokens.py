@@ -44,7 +44,7 @@ class Fewer(PackedModel):
 
 
 def log_probs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the targets, and which tokens have one, as trainers of preferences write it."""
+    """Log-probabilities of the targets, and which tokens have one, as trainers of preferences write it."""
     labels, logits = y[:, 1:].clone(), x[:, :-1, :]
     kept = labels != -100
     labels = torch.where(kept, labels, 0)

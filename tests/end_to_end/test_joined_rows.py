@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 Rows = list[list[int]]
 """Documents of each row of one rank; its rows have one length."""
 Recorded = list[tuple[list[float], dict[str, Tensor]]]
-"""Of each step the losses of its micro-batches, and all gradients."""
+"""Losses of the micro-batches and all gradients, step by step."""
 STEPS: list[list[list[Rows]]] = [
     [[[[13, 1, 7]], [[30, 3]], [[5, 3], [2, 6]], [[40]]], [[[8]], [[1, 1, 1, 9]], [[17]], []]],
     [[[[2]], [[70, 5]], [[6, 6, 6]], [[3, 4]]], [[], [], [[21, 2]], [[12], [12], [12]]]],
@@ -136,7 +136,7 @@ def test_rows_of_four_ranks_in_buffers_of_fixed_sizes(pool: Pool) -> None:
 
 DOC_TOKENS = {"input_ids": 1, "position_ids": 1, "doc_ids": 1, "labels": 1}
 PADDED: list[list[tuple[int, int]]] = [[(0, 9), (-1, 4), (1, 6)], [(7, 5), (-1, 2)], [(-1, 3), (9, 21)], [(12, 1)]]
-"""Of each rank's row: ids and lengths of its runs."""
+"""By rank: ids and lengths of the runs of its row."""
 
 
 def padded_row(runs: list[tuple[int, int]], count: int) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def test_padding_within_rows(pool: Pool) -> None:
 
 
 def each_from_loaders(mesh: DeviceMesh) -> list[Any]:
-    """What two ranks cut of batches that a thread joins: of loaders of unequal length, one that fails, and of a loop
-    that is left."""
+    """Results of two ranks that cut batches which a thread joins: of loaders of unequal length, one that fails, and a
+    loop that is left."""
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own")
     mine = [make_rows([[n, 3]]) for n in ((5, 9, 4) if sharding.rank else (6, 2))]
     found: list[Any] = []

@@ -31,7 +31,7 @@ VERSION = f"transformers {importlib.metadata.version('transformers')}"
 DOCS = Path(__file__).parent.parent.parent / "docs" / "generated" / "models.md"
 LENGTHS = [[13, 1, 7, 29, 31]]  # 81 tokens: one of two ranks has a row without a token
 ACROSS = [[[13, 1, 7]], [[16, 9]], [[17, 4]], LENGTHS, [[15, 6]]]
-"""Of models whose RoPE changes beyond 16 positions: in turn, by one graph."""
+"""Documents for models whose RoPE changes beyond 16 positions: batches in turn, by one graph."""
 LIMIT = 1e-5
 QUICK = ("llama",)
 ON_THREADS = ("modernbert", "nanogpt", "torchtitan_eos_mask")
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[str, str]] = {}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model did: its masks, or the reasons it was refused for; largest relative differences to one process."""
+    """Result of a model: its masks, or the reasons it was refused for; largest relative differences to one process."""
 
     masks: tuple[str, ...]
     refused: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What is right in a model is right in a checkpointed block of it: one process's loss and gradients."""
+"""Models that are right are right inside of a checkpoint too: one process's loss and gradients."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SLOW = replace(DEVICES["h200"], name="slow", node_link=1e5, link=1e6, all_to_all
 
 
 def planned_bytes(plan: BatchPlan, rank: int, size: int, name: str) -> float:
-    """What a rank gets from other nodes in a forward by the plan, of fp32."""
+    """Bytes that a rank gets from other nodes in a forward by the plan, of fp32."""
     load, model, mask = load_of(plan.schedule(cp.PackedMask())), Model(HEADS, DIM, 4), cp.PackedMask()
     if name == "needed":
         return LAYERS * float(needed_bytes(load, model, size)[1][rank])

@@ -61,7 +61,7 @@ def fused_forward(h: Tensor, w: Tensor, y: Tensor, mean: bool) -> Any:
 
 
 def chunk_losses(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token, and their gradients of logits."""
+    """Losses of each token, and their gradients of logits."""
     scores, kept, target = x @ w.t(), y != -100, y.clamp(min=0)
     losses = scores.logsumexp(-1) - scores.gather(-1, target[:, None])[:, 0]
     return losses * kept, (scores.softmax(-1) - F.one_hot(target, w.shape[0])) * kept[:, None]

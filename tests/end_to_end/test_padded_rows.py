@@ -108,7 +108,7 @@ def test_what_masks_of_padding_mean(name: str) -> None:
 
 @pytest.mark.parametrize("right", [None, 0])
 def test_masks_of_queries_alone_are_refused(right: int | None) -> None:
-    """What padding saw is seen behind it, or before it, by the next layer's queries."""
+    """The next layer's queries, behind padding or before it, would see what padding saw."""
     sharding = cp.Sharding(2, {"input_ids": 1, "marks": 1}, cp.PaddingMask("marks"))
     model = Masked(lambda m, c: ((c | (right is None)) & m.bool()[:, None, :, None]) | torch.eye(len(c)).bool())
     report = cp.explain(model, sharding)(input_ids=torch.arange(16)[None] % VOCAB, marks=torch.ones(1, 16).long())

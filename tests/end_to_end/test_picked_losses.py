@@ -1,4 +1,4 @@
-"""What is computed of tokens that a mask picks: as on one process, whatever the other tokens hold."""
+"""Losses of tokens that a mask picks are as on one process, whatever the other tokens hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.one_process import check_all, check_or_refuse
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel
 
 Loss = Callable[["Picking", Tensor, Tensor, Tensor], Tensor]
-"""Of hidden states (B, T, C), labels (B, T) and a mask (B, T)."""
+"""(model, hidden states (B, T, C), labels (B, T), mask (B, T)) -> loss."""
 
 
 class Picking(PackedModel):
@@ -132,7 +132,7 @@ def infinite(m: Picking, h: Tensor, y: Tensor, k: Tensor) -> Tensor:
 
 
 def picked_twice(m: Picking, h: Tensor, y: Tensor, k: Tensor) -> Tensor:
-    """Of picked tokens those that a mask of picked values picks."""
+    """Loss of those picked tokens that a mask of picked values picks."""
     scores, targets, each = rows(m.head(h), k), y[k], rows(h.sum(-1), k)
     keep = (targets != 3) & (each > -9)
     again = scores[keep][targets[keep] % 3 > 0]

@@ -234,7 +234,7 @@ BEYOND: dict[str, Write] = {
     "beyond_a_share": beyond_a_share,
     "at_a_place_beyond": at_a_place_beyond,
 }
-"""Of rows of 16 tokens, of which a rank has 8."""
+"""Writes into rows of 16 tokens, of which a rank has 8."""
 
 
 def test_writes_that_reach_beyond_a_share_and_the_row_are_right() -> None:

@@ -303,7 +303,7 @@ COPIES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda o: o.clone().flatten(),
     lambda o: o[None, :][0],
 )
-"""What has the packing's offsets one for one."""
+"""Changes that leave the packing's offsets as they are, one for one."""
 OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda o: o.flip(0),
     lambda o: o[1:],
@@ -312,7 +312,7 @@ OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda o: o.to(torch.int8),
     written_copy,
 )
-"""What has others, or has them in a dtype that can't hold them all."""
+"""Changes that give other offsets, or give them in a dtype that can't hold them all."""
 
 
 class Written(RecurrentModel):

@@ -190,7 +190,7 @@ TOGETHER = [CASES[first::4] for first in range(4)]
 PARTS = frozenset(
     {"", "sum_of_losses", "max_of_each", "count_clamped", "sum_and_weight_norm", "mean_on_tokens", "sums_of_losses"}
 )
-"""What comes back as this rank's part."""
+"""Cases whose result comes back as this rank's part."""
 
 
 def sharded_step(

@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[Callable[[Sequence[str]], nn.Module], Sequence[str], C
     "neighbours": (test_neighbours.Neighbours, test_neighbours.CASES, lambda: packed_batch(1, 14)),
 }
 CLOSE = 1e-6
-"""Of the norm of a loss or a gradient. Models are in fp64; Inductor rounds some steps to fp32, without ranks too."""
+"""Part of the norm of a loss or gradient. Models are in fp64; Inductor rounds some steps to fp32, without ranks too."""
 
 
 @pytest.mark.gpu
@@ -65,7 +65,7 @@ def run_rank(rank: int, world_size: int, port: int, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_process_gives_each_trained_weight_a_gradient(family: str) -> None:
-    """What the comparison on GPUs asks for, where there are none."""
+    """The comparison on GPUs asks for it; here it is tested without any."""
     make, names, draw = FAMILIES[family]
     model = make(names).double()
     with in_double():
@@ -91,7 +91,7 @@ def compare_few(mesh: DeviceMesh, family: str) -> None:
 
 @contextmanager
 def in_double() -> Generator[None]:
-    """What is made from whole numbers is fp64 too."""
+    """Inside, tensors that are made from whole numbers are fp64 too."""
     torch.set_default_dtype(torch.float64)
     try:
         yield

@@ -89,7 +89,7 @@ def chains(_: Tensor, node: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def begun(_: Tensor, positions: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows that begin inside of a document."""
+    """Masks of rows that begin inside of a document."""
     numbers, chunks = (positions == 0).cumsum(1), positions // 4
     mask = (of_query(numbers) == of_key(numbers)) & causal(numbers)
     return mask, mask & (of_query(chunks) == of_key(chunks))

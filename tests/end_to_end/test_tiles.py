@@ -175,7 +175,7 @@ class SizesAsked(InCheckpoint):
 
 
 class CheckpointedAutocast(InCheckpoint):
-    """What is open around a checkpoint is open in its tiles."""
+    """Contexts that are open around a checkpoint are open in its tiles."""
 
     def mix(self, h: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.float64, enabled=False):
@@ -285,7 +285,7 @@ SLOW = [(ReturnedCopy, 2), (ReturnedMean, 1)]
     [(Returned, 1), (ReturnedTied, 1), (ReturnedTurned, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
 )
 def test_what_is_returned_beside_a_loss_is_left_out(model: type[PackedModel], rows: int) -> None:
-    """What stands in its place has the values of one process, and the loss runs in tiles."""
+    """The stand-in has the values of one process, and the loss runs in tiles."""
     REGIONS.clear()
     assert check_or_refuse(model(), rows=rows, tile=3) is None
     assert REGIONS

@@ -20,7 +20,7 @@ from tests.helpers.one_process import check_or_refuse
 from tests.helpers.packed_model import PackedModel
 
 Factor = Callable[[Tensor, Tensor, int], Tensor]
-"""Of hidden states (B, T, C), places (T,) and T: what they are multiplied with."""
+"""(hidden states (B, T, C), places (T,), T) -> what they are multiplied with."""
 
 
 class Counting(PackedModel):
@@ -101,7 +101,7 @@ def test_some_are() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_as_precise_as_on_one_process(dtype: torch.dtype) -> None:
-    """Of 16-bit tensors: they hold few numbers of tokens."""
+    """Tensors of 16 bits are tried too: they hold few numbers of tokens."""
     ranks = Ranks("", 1, {ROW_TOKENS: torch.tensor([1027])})
     t, x = sympy.Symbol("t", integer=True), torch.randn(5, dtype=dtype)
     for func, run, expected in (

@@ -21,7 +21,7 @@ from tests.helpers.pool import Pool
 from tests.helpers.versions import OLD
 
 Mix = Callable[["Deciding", Tensor, int], Tensor]
-"""Of hidden states (B, T, C) and T, which is 24; a rank has 12."""
+"""(model, hidden states (B, T, C), T) -> hidden states; T is 24, of which a rank has 12."""
 
 
 class Deciding(PackedModel):
@@ -163,7 +163,7 @@ rows are joined one behind another."""
 
 
 class Returning(Deciding):
-    """What Python makes of the number of tokens beside the graph is of the row."""
+    """Values that Python makes of the number of tokens beside the graph are of the row."""
 
     flag = 1
 
@@ -231,7 +231,7 @@ class MaskOfAFunction(PackedModel):
 
 
 def test_a_mask_of_a_function_that_reads_no_head() -> None:
-    """What of the map is left in the graph has no memory whose size could be a rank's."""
+    """Nodes of the map that are left in the graph have no memory whose size could be a rank's."""
     assert check_or_refuse(MaskOfAFunction(), tokens=23) is None
 
 

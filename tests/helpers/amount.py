@@ -17,9 +17,9 @@ Value = TypeVar("Value")
 everything = False
 """Whether nothing is left out. Set by tests/conftest.py before it reads any test."""
 FEW = 2
-"""Of a slow test of more cases, so many and a twentieth of the others are tried a day."""
+"""So many cases of a slow test that has more, and a twentieth of the others, are tried a day."""
 SHARE = 3
-"""Of a test marked `shared`, `make test` tries a third of the cases a day."""
+"""One in so many cases of a test marked `shared` is tried a day by `make test`."""
 
 
 def begin() -> None:
@@ -40,18 +40,18 @@ def order(files: Collection[str]) -> dict[str, int]:
 
 
 def seed() -> int:
-    """Of what is drawn: `CP_SEED`, or today's number. tests/conftest.py says which, and hands it to all workers."""
+    """Seed of all draws: `CP_SEED`, or today's number. tests/conftest.py says which, and hands it to all workers."""
     return int(os.environ.get("CP_SEED", date.today().toordinal()))
 
 
 def some(values: Sequence[Value]) -> list[Value]:
-    """Those of a slow test's cases that are tried today."""
+    """Cases of a slow test that are tried today."""
     count = FEW + (len(values) - FEW) // 20
     return [*values] if everything or count >= len(values) else random.Random(seed()).sample(values, count)
 
 
 def share(cases: Sequence[Value]) -> list[Value]:
-    """Those of the cases of a test marked `shared` that `make test` tries today."""
+    """Cases of a test marked `shared` that `make test` tries today."""
     return random.Random(seed()).sample(cases, -(-len(cases) // SHARE))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def canary(theirs: str, dependent: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Whatever goes wrong in a test: it is said to be `theirs`, a part of torch, on which `dependent`, ours, relies."""
+    """Decorator of a test: its error says that torch changed `theirs`, a part on which `dependent`, ours, relies."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

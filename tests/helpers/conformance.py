@@ -1,4 +1,4 @@
-"""What runs a cell of the conformance table: any exchange through the op layer, NaN in all padding."""
+"""Runs cells of the conformance table: any exchange through the op layer, NaN in all padding."""
 
 from __future__ import annotations
 
@@ -163,5 +163,5 @@ def logits_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def limit(cell: Cell) -> float:
-    """What rounding explains."""
+    """Relative error that rounding explains."""
     return tolerance(cell.dtype, 4096)

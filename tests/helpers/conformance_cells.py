@@ -191,4 +191,4 @@ TE_HOLES: dict[str, Callable[[Cell], bool]] = {
     "soft cap": lambda c: c.softcap > 0,
     "sinks in a ring or under all_gather": lambda c: c.sinks and c.exchange in ("p2p", "all_gather", "a2a+p2p"),
 }
-"""What TransformerEngine's context parallelism raises on, leaves out or gets wrong: which cells here are such."""
+"""Cases that TransformerEngine's context parallelism raises on, leaves out or gets wrong: which cells here are such."""

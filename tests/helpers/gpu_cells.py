@@ -199,7 +199,7 @@ def _problem(cell: Cell, kernel: str) -> Cell:
 
 @functools.lru_cache(maxsize=4)
 def whole_row(problem: Cell, exact: bool, device: torch.device) -> dict[str, Tensor]:
-    """What `run_cell` gives, in fp32, for the whole row by one process; `exact`: computed in fp32 too."""
+    """Results of `run_cell`, in fp32, for the whole row by one process; `exact`: computed in fp32 too."""
     *inputs, sinks = make_inputs(problem, device)
     q, k, v, dout = (x.float() if exact else x for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v, *([sinks] if problem.sinks else []))]

@@ -150,7 +150,7 @@ class Dropped(Latent):
 
 
 class Written(Latent):
-    """What values are made of is changed in place before keys are made of it."""
+    """A tensor that values are made of is changed in place before keys are made of it."""
 
     def project_up(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         k, v = super().project_up(c, r)

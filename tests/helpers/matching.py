@@ -1,4 +1,4 @@
-"""What matching says of a model that a test writes: packed rows of documents, masked as each test wants."""
+"""Matching of a model that a test writes: packed rows of documents, masked as each test wants."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def match_model(model: Model, sharding: cp.Sharding | None = None, **options: An
 
 
 def match_each(model: Model, sharding: cp.Sharding | None = None, **options: Any) -> list[Found]:
-    """What is found of each attention node by itself, in graph order: many models beside each other are one graph."""
+    """Findings for each attention node by itself, in graph order: many models beside each other are one graph."""
     each: list[Found] = []
     match = find_sites._Matcher.match
 

@@ -140,7 +140,7 @@ def _from_transformers(recipe: Recipe, called: bool) -> nn.Module:
 
 
 class Output(NamedTuple):
-    """What the models written here return, under the names that transformers uses."""
+    """Outputs of the models written here, under the names that transformers uses."""
 
     loss: Tensor
     logits: Tensor

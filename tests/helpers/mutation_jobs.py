@@ -73,7 +73,7 @@ class Run:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def verdict(self) -> str | None:
-        """What killed the mutant; "" if nothing did; None while it runs."""
+        """The test that killed the mutant, or how its pytest ended; "" if nothing did; None while it runs."""
         late = time.monotonic() - self.started > self.limit
         code = self.process.poll()
         if code is None and not late:
@@ -157,7 +157,7 @@ def collect(tree: Path, places: list[str]) -> list[Job]:
 
 
 class Baseline:
-    """What the unchanged tree does."""
+    """Results of the unchanged tree: its jobs, seconds of each test, and tests that failed."""
 
     def __init__(self, tree: Path, places: list[str], workers: int, ends: float) -> None:
         waiting = sorted(collect(tree, places), key=lambda job: -job.pool * len(job.tests))

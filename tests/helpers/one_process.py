@@ -72,7 +72,7 @@ def compare(pool: Pool, model: Model, names: Any, ranks: int, layout: str, rows:
 
 
 def check_all(model: nn.Module, sharding: cp.Sharding, batches: Sequence[dict[str, Tensor]]) -> list[CheckReport]:
-    """What `cp.check` says of each batch, of a model that is compiled as it is in training: once."""
+    """Reports of `cp.check`, one for each batch, of a model that is compiled as it is in training: once."""
     runner = _Runner(model, ThreadSharding.like(sharding), batches[0], {"shift_labels": False, "drop": []})
     found: list[CheckReport] = []
     with thread_group(sharding.world_size) as run, group_of_threads(GROUP):
@@ -85,7 +85,7 @@ def check_all(model: nn.Module, sharding: cp.Sharding, batches: Sequence[dict[st
 
 
 def check_or_refuse(model: nn.Module, rows: int = 1, tokens: int = 13, **how: Any) -> str | None:
-    """What a refusal says; None: the model is right on 2 ranks. Anything else is an error."""
+    """Text of the refusal; None: the model is right on 2 ranks. Anything else is an error."""
     sharding = cp.Sharding(2, TOKENS, cp.DocumentIds("doc_ids"), "head_tail", **how)
     torch._dynamo.reset()
     try:

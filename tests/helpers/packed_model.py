@@ -99,7 +99,7 @@ def packed_batch(rows: int = 1, tokens: int = 14) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the passes that only read found in a model's graph."""
+    """Findings of the passes that only read, in a model's graph."""
 
     sites: Sequence[Site]
     refusals: Sequence[cp.Refusal]
@@ -123,7 +123,7 @@ def capture(
     look: Callable[[fx.GraphModule], Any],
     dynamic: Mapping[str, int] | None,
 ) -> Any:
-    """What `look` says of the model's graph. `dynamic`: argument -> its symbolic dim; None: fixed shapes."""
+    """Result of `look` for the model's graph. `dynamic`: argument -> its symbolic dim; None: fixed shapes."""
     found: list[Any] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:

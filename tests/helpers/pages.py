@@ -61,7 +61,7 @@ def follow(page: str, folder: Path, names: dict[str, Any], languages: Sequence[s
 
 
 def run_line(line: str, folder: Path) -> str:
-    """What a line of shell printed; '' where it installs or makes."""
+    """Output of a line of shell; '' where it installs or makes."""
     if re.match(r"git clone|(\S*python3? -m venv|\S*pip install)|make ", line):
         check_setup(line)
         return ""

@@ -109,7 +109,7 @@ class Pool:
         raise AssertionError("\n".join([*errors, *ended, *stuck]))
 
     def _stacks(self, rank: int) -> str:
-        """What each thread of a rank is doing."""
+        """Stacks of a rank's threads: what each is doing."""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(1)
         return _stacks_file(self._folder.name, rank).read_text()

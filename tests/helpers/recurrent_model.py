@@ -31,7 +31,7 @@ class RecurrentModel(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def offsets(self, number: int, cu_seqlens: Tensor) -> Tensor | None:
-        """Of layer `number`."""
+        """Offsets for layer `number`, (D + 1,); None: its states never start anew."""
         return cu_seqlens if self.resets else None
 
     def layer(self, kind: str, number: int, h: Tensor, offsets: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What no exchange or kernel runs: cells of the conformance table that name their reason."""
+"""Cells of the conformance table that no exchange or kernel runs, and that name their reason."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ REFUSED = (
 
 
 def refusals_of(case: Refused) -> tuple[Refusal, ...]:
-    """What a dry run over four ranks says."""
+    """Refusals of a dry run over four ranks."""
     sharding = cp.Sharding(4, {"x": 1, "doc_ids": 1}, cp.DocumentIds("doc_ids"), **case.options)
 
     def model(x: Tensor, doc_ids: Tensor) -> Any:

@@ -72,7 +72,7 @@ SWAPS: dict[str, Sequence[str]] = {
     "cat([": ["stack(["], "F.pad(h": ["F.pad(2 * h"], "argmax(": ["argmin("],
     ".argsort(": [".flip("], "saved_tensors": ["saved_tensors[::-1]"],
 }  # fmt: skip
-"""What stands in a program -> what it becomes: another op of the token dim, a place beside, a whole for a part."""
+"""Text in a program -> what it becomes: another op of the token dim, a place beside, a whole for a part."""
 LEFT_OUT = frozenset({"counted"})
 """It writes into a buffer, of which the threads that play ranks have one."""
 
@@ -89,7 +89,7 @@ class RuleMutant:
         return f"{self.family}-{self.case}-{self.change.name.partition(':')[2]}"
 
     def model(self) -> nn.Module:
-        """What makes it runs in a module of its own."""
+        """The changed model, in fp64. The code that makes it runs in a module of its own."""
         family = FAMILIES[self.family]
         file = FOLDER / family.file
         module = types.ModuleType(f"mutant_of_{file.stem}")
@@ -100,7 +100,7 @@ class RuleMutant:
 
 
 class Summed(nn.Module):
-    """Of several losses the sum, of different weights."""
+    """Sum of a model's losses, where it has several: each has another weight."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ def _part(node: Any) -> Part:
 
 
 def observe(mutant: RuleMutant, number: int) -> Outcome | None:
-    """What becomes of it on ranks played by threads, in two batches that follow each other; None: one process fails, or
-    what it gives is not finite."""
+    """Outcome of a mutant on ranks played by threads, in two batches that follow each other; None: one process fails,
+    or what it gives is not finite."""
     family, rows = FAMILIES[mutant.family], 1 + number % 2
     batches = [_of_doubles(family.batch(rows, tokens)) for tokens in (13, 18)]
     torch._dynamo.reset()

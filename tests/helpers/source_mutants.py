@@ -22,7 +22,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "max
 SIDES = {"left": "right", "right": "left"}
 QUIET_CALLS = {"isinstance", "issubclass", "TypeVar", "cast", "field", "NewType"}
 QUIET_KEYWORDS = {"strict", "stacklevel"}
-"""What changes no result where nothing is wrong."""
+"""Calls, and keyword arguments, that change no result where nothing is wrong."""
 
 
 @dataclass(frozen=True)

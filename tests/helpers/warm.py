@@ -1,4 +1,4 @@
-"""What all processes of a pool need: imported, and run once, by the one that they are forked off from.
+"""Imports all that processes of a pool need, and runs it once, in the one that they are forked off from.
 
 Without a backward: a process that ran one can't fork processes that do.
 """

@@ -54,7 +54,7 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
 
 @contextmanager
 def launched(mesh: DeviceMesh | None) -> Generator[None]:
-    """What `torchrun` sets; accelerate keeps what it read once, and sets more."""
+    """Sets what `torchrun` sets, for a while. Accelerate keeps what it read once, and sets more: both are undone."""
     values = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TQDM_DISABLE": "1"}
     if mesh is not None:
         rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
@@ -100,7 +100,7 @@ def on_cpu(args: Any) -> Any:
 
 
 class Gradients(TrainerCallback):
-    """What optimizers are given. Adam and clipping hide a factor that losses and weights do not show."""
+    """Gradients that optimizers are given. Adam and clipping hide a factor that losses and weights do not show."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []

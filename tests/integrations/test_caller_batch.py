@@ -111,7 +111,7 @@ def logits_on_ranks(mesh: DeviceMesh) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_a_loss_outside_of_the_model_gets_all_logits_on_every_rank(pool: Pool) -> None:
-    """Of 21 tokens, so that one of two ranks has a row without one."""
+    """There are 21 tokens, so that one of two ranks has a row without one."""
     model = model_of("LlamaForCausalLM")
     logits = model(input_ids=batch_of("whole")["input_ids"]).logits
     logits.square().mean().backward()

@@ -18,7 +18,7 @@ from tests.helpers.pages import ROOT, blocks_of, follow, run_line
 
 PAGE = "docs/guides/checkpoint.md"
 STEPS, TOKENS, RATE, WARMUP, EVAL_BATCHES = 4, 501, 1e-3, 10, 4
-"""What the page's command says, and what it leaves to the script."""
+"""Numbers that the page's command gives, and those that it leaves to the script."""
 WIDE = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128_256, "head_dim": 64, "max_position_embeddings": 131_072,

@@ -36,7 +36,7 @@ def exported(sizes: Any) -> Any:
 
 
 def test_an_exported_model_is_proven_or_refused_as_the_model_is() -> None:
-    """What is refused reaches the caller, past the handlers that torch.export's modules have."""
+    """Refusals reach the caller, past the handlers that torch.export's modules have."""
     model = exported(SIZES)
     assert cp.explain(model, SHARDING)(**BATCH).ok
     wrong = cp.Sharding(2, TOKENS, cp.StartOfDocument("input_ids", 3), inner="eager")

@@ -60,7 +60,7 @@ def test_rows_of_processors_in_turn(pool: Pool, kind: str) -> None:
 
 
 def with_video_on_ranks(mesh: DeviceMesh, kind: str) -> Step | str:
-    """What a refusal says."""
+    """Loss and gradients on ranks, or the text of the refusal."""
     torch._dynamo.reset()
     model = build(kind)
     batch = with_video(model)
@@ -79,7 +79,7 @@ def with_video_on_ranks(mesh: DeviceMesh, kind: str) -> Step | str:
 
 @pytest.mark.slow
 def test_rows_of_processors_with_images_and_videos(pool: Pool) -> None:
-    """Of Qwen3-VL they are refused, with the line."""
+    """Rows of Qwen3-VL are refused, with the line."""
     for kind in ("Qwen2VL", "Qwen2_5_VL"):
         model = build(kind)
         for found in pool.run(2, with_video_on_ranks, kind):

@@ -1,4 +1,4 @@
-"""What trainers call models with, as `Sharding.shard` takes it."""
+"""Arguments that trainers call models with, as `Sharding.shard` takes them."""
 
 from __future__ import annotations
 

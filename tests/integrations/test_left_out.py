@@ -98,7 +98,7 @@ def test_an_unmodified_model_takes_what_a_wrapped_one_does(pair: Pool, name: str
 
 
 def read_logits(mesh: DeviceMesh, door: str) -> dict[str, Any]:
-    """What a caller of an unmodified model gets who reads logits: before and after the backward, after a step, in an
+    """Results for a caller of an unmodified model who reads logits: before and after the backward, after a step, in an
     evaluation, and with a loss of them."""
     sharding, plain, alone = annotate(mesh), with_large_head("llama"), with_large_head("llama")
     model = DOORS[door](plain, mesh, sharding)
@@ -129,7 +129,7 @@ def read_logits(mesh: DeviceMesh, door: str) -> dict[str, Any]:
 
 
 def stand_in(trained: bool = True) -> StandIn:
-    """Of 8 numbers, which a product makes."""
+    """A stand-in of 8 numbers, which a product makes."""
     left, right = torch.arange(1.0, 5).view(4, 1) / 3, torch.tensor([[1.0, 0.1]])
     return StandIn.of((2, 4), torch.float32, left.device, trained, lambda: (left @ right).t())
 
@@ -208,7 +208,7 @@ def error_of(run: Callable[[], Any]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("door", [*DOORS])
 def test_who_reads_logits_gets_right_ones(pair: Pool, door: str) -> None:
-    """Those of this rank's tokens; a gradient that comes to them, or weights that are gone, raise."""
+    """Logits are those of this rank's tokens; a gradient that comes to them, or weights that are gone, raise."""
     for found in pair.run(2, read_logits, door):
         assert found["kind"] is StandIn
         assert found["error"] < 1e-5

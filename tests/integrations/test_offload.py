@@ -1,4 +1,4 @@
-"""What lies on the host between its uses: checkpoints of blocks, and weights by FSDP's own policy."""
+"""Tensors that lie on the host between their uses: checkpoints of blocks, and weights by FSDP's own policy."""
 
 from __future__ import annotations
 

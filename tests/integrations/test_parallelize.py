@@ -288,7 +288,7 @@ def test_half_precision_weights(pair: Pool) -> None:
 
 
 def wrapped_already(mesh: DeviceMesh) -> list[str]:
-    """What is said of a compiled DDP, and of blocks that were sharded before the model was compiled."""
+    """Notes of the errors for a compiled DDP, and for blocks that were sharded before the model was compiled."""
     sharding, batch, notes = annotate(mesh), make_batch([[13, 1, 7, 11]]), list[str]()
     by_blocks: Any = build_model("llama")
     for layer in by_blocks.model.layers:

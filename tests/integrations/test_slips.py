@@ -1,5 +1,5 @@
-"""What is done before or after `parallelize` in the wrong order, and meshes that lack a dim: errors, not models that
-stand still or drift apart."""
+"""Steps before or after `parallelize` in the wrong order, and meshes that lack a dim: errors, not models that stand
+still or drift apart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_slips_around_parallelize_are_errors(pair: Pool) -> None:
 
 
 def other_models_on(mesh: DeviceMesh, kind: str) -> str:
-    """What is said where data-parallel groups of one rank begin with other weights, or with other buffers."""
+    """The error where data-parallel groups of one rank begin with other weights, or with other buffers."""
     groups = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "cp"))
     sharding = cp.Sharding(groups["cp"], TOKENS, cp.PositionIds("position_ids"), inner="eager")
     model = Model()

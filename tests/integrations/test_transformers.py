@@ -193,7 +193,7 @@ def test_options_under_fsdp(pair: Pool, tmp_path: Path, options: dict[str, Any])
 
 
 def compare_resumed(expected: Run, whole: list[Run], resumed: list[Run]) -> None:
-    """Of each rank: whole runs, and runs that went on from their checkpoint."""
+    """Compare each rank's whole run with one process, and its run that went on from a checkpoint with the whole one."""
     for before, after in zip(whole, resumed, strict=True):
         compare(expected, before)
         assert all(torch.equal(before.weights[name], weight) for name, weight in after.weights.items())

@@ -1,4 +1,4 @@
-"""What can't be done to a parallelized model any more: each raises before it would train on something else."""
+"""Changes that a parallelized model can't have any more: each raises before it would train on something else."""
 
 from __future__ import annotations
 

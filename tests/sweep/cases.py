@@ -1,4 +1,4 @@
-"""What the sweep tries: classes of `transformers`, the batch that they get, their loss."""
+"""Cases of the sweep: classes of `transformers`, the batch that they get, their loss."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Case:
 
 
 class Result(NamedTuple):
-    """What a model returns."""
+    """Output of a model that is tried."""
 
     loss: Tensor
 
@@ -113,7 +113,7 @@ def build(case: Case) -> Wrapped:
 
 
 def batch_of(case: Case) -> dict[str, Tensor]:
-    """What one process gets."""
+    """The batch that one process gets."""
     if case.name in IMAGES:
         return images.packed(images.build(IMAGES[case.name]), *DOCUMENTS)
     batch = make_batch(LENGTHS, VOCAB)

@@ -14,7 +14,7 @@ LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "
 EXPERTS = re.compile("experts|moe|sparse", re.IGNORECASE)
 LAYER = re.compile(r"Attention|Indexer|Layer$|Experts|Router|MLP|Mixer|Sparse|Block")
 OTHER = re.compile(r"CrossAttention$|Encoder|FlashAttention2|Vision|Audio|Image|Visual|VAE|Conformer|Pooler|Head")
-"""Of encoders beside it, of images and sounds, or the same in another way."""
+"""Layers that are not counted: of encoders beside it, of images and sounds, or the same in another way."""
 
 
 def kinds_of(model: nn.Module) -> list[str]:

@@ -36,7 +36,7 @@ def best(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def section(outcomes: Iterable[Outcome], versions: str) -> str:
-    """What stands in the docs behind TITLE, with it."""
+    """The docs' text from TITLE on."""
     tried = sorted(best(outcomes), key=lambda o: ([*KINDS].index(o.head), o.name.lower()))
     shown = [outcome for outcome in tried if outcome.verdict != "unbuilt"]
     unbuilt = [f"`{outcome.name}`" for outcome in tried if outcome.verdict == "unbuilt"]

@@ -1,4 +1,4 @@
-"""What our Trainer calls a model with, beside the caller's own batch: loss and all gradients, on one process."""
+"""Compares calls as our Trainer makes them with calls by the caller's batch: loss and all gradients, on one process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LIMIT = 1e-5
 
 @dataclass
 class Outcome:
-    """What became of a case.
+    """Outcome of a case.
 
     Args:
         verdict: "right", "refused", "torch" (it can't capture the model, with us or without), "unbuilt" (the plain
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Trial:
-    """What a rank does for a case. `stage` is told what it is at."""
+    """Runs a case on one rank. `stage` is told what it is at."""
 
     ranks = 2
 
@@ -102,14 +102,14 @@ class Trial:
         return out if out.verdict == "right" else self.in_fp64(model, whole)
 
     def whole_batch(self) -> dict[str, Tensor]:
-        """What one process calls the model with."""
+        """The batch that one process calls the model with."""
         batch = batch_of(self.case)
         if shifts(self.case) and not self.case.own_loss:
             batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         return batch
 
     def proven(self, model: nn.Module, whole: dict[str, Tensor]) -> bool:
-        """What a dry run says of it."""
+        """Whether a dry run has nothing against the model. The outcome notes what it says."""
         out = self.outcome
         sharding, batch = sharding_of(self.case, 2), batch_of(self.case)
         try:
