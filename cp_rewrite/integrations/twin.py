@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from cp_rewrite.batch.encoders import has_encoders, stands_for
-from cp_rewrite.segments.blocks import ReadOnce
+from cp_rewrite.segments.blocks import HOOKS, OF_MODULES, OUTPUT_CAPTURING, ReadOnce
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_KNOWN = ("torch.distributed.", "transformers.utils.output_capturing")
+_KNOWN = ("torch.distributed.", OUTPUT_CAPTURING)
 """Whose hooks may come later: they do nothing inside of a graph, or are traced anew."""
 
 
@@ -41,7 +40,7 @@ class Unchanged:
         self._made_of = [*(module._modules.values() for module in modules), *(m._parameters.keys() for m in modules)]
         self._weights = {name: [*module._parameters] for name, module in self.modules.items()}
         self._before = [*chain.from_iterable(self._made_of)]
-        self._hooks = [getattr(m, kind) for name, m in self.modules.items() if name and hooks for kind in _HOOKS]
+        self._hooks = [getattr(m, kind) for name, m in self.modules.items() if name and hooks for kind in HOOKS]
 
     def check(self) -> None:
         """Raise a RuntimeError where a module or a weight was replaced or added, or a module got a hook."""
@@ -52,7 +51,7 @@ class Unchanged:
             )
         late = next((hooks for hooks in self._hooks if hooks and self._is_late(hooks)), None)
         if late is not None:
-            owners = (name for name, m in self.modules.items() if any(getattr(m, kind) is late for kind in _HOOKS))
+            owners = (name for name, m in self.modules.items() if any(getattr(m, kind) is late for kind in HOOKS))
             raise RuntimeError(
                 f"{next(owners)} got a hook after parallelize, which would see what a part of the graph reads, or "
                 "nothing: put hooks on modules first, where they are traced, then parallelize the model"
@@ -102,7 +101,7 @@ def refuse_whole_weights(model: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(refuse)
 
 
-_OF_MODULES = {*vars(nn.Module())} - {"training"} | {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+_OF_MODULES = OF_MODULES - {"training"} | {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 """Attributes that every module has for itself, and those that FSDP marks its own by."""
 
 

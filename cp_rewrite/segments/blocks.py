@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -66,14 +65,15 @@ class ReadOnce:
 
     def __init__(self, model: Any) -> None:
         blocks = find_blocks(model) if isinstance(model, nn.Module) and READS_REGIONS_ONCE else []
-        kinds = {block: _makeup(block) for block in blocks if any(True for _ in block.children())}
-        counts = Counter(kinds.values())
-        numbers = {kind: number for number, kind in enumerate(counts)}
-        marked = {block: kind for block, kind in kinds.items() if counts[kind] > 1}
-        self._plain = [(weakref.ref(block), type(block), kind) for block, kind in marked.items()]
+        alike: dict[Hashable, list[nn.Module]] = {}
+        for block in blocks:
+            if any(True for _ in block.children()):
+                alike.setdefault(_makeup(block), []).append(block)
+        marked = [(number, block) for number, group in enumerate(alike.values()) if len(group) > 1 for block in group]
+        self._plain = [(weakref.ref(block), type(block)) for _, block in marked]
         self.able = bool(self._plain)
-        for block, kind in marked.items():
-            block.__class__ = _region(type(block), numbers[kind])
+        for number, block in marked:
+            block.__class__ = _region(type(block), number)
 
     def call(self, run: Callable[[], T]) -> T:
         """`run`, which compiles a call of the model; once more with the blocks as they were, where it can't be read.
@@ -106,11 +106,13 @@ class ReadOnce:
             raise
 
     def _check_alike(self) -> None:
-        if written := [name for name in written_objects() if _COLLECTOR not in name]:
+        collector = OUTPUT_CAPTURING.replace(".", "_dot_")  # as Dynamo names globals of modules
+        if written := [name for name in written_objects() if collector not in name]:
             raise ReadApart(f"the model writes into {written[0]}")
-        for held, plain, makeup in self._plain:
-            if (block := held()) is not None and _makeup(block, plain) != makeup:
-                raise ReadApart(f"a {plain.__name__} has other modules or attributes than before")
+        makeups: dict[type[nn.Module], Hashable] = {}
+        for held, plain in self._plain:
+            if (block := held()) is not None and makeups.setdefault(type(block), found := _makeup(block)) != found:
+                raise ReadApart(f"blocks of {plain.__name__} are no longer alike")
 
     def accept(self, refusals: Sequence[object]) -> None:
         """Raise ReadApart where blocks are regions and something stands against the graph: read block by block, it is
@@ -121,33 +123,29 @@ class ReadOnce:
     def end(self) -> None:
         """Give blocks their classes back."""
         self.able = False
-        for block, plain, _ in self._plain:
+        for block, plain in self._plain:
             if (module := block()) is not None:
                 module.__class__ = plain
 
 
-_COLLECTOR = "transformers_dot_utils_dot_output_capturing"
+OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 """A module of transformers that keeps what hooks of its own see of a call's layers."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that each module has."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has for itself."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _makeup(block: nn.Module, plain: type[nn.Module] | None = None) -> Hashable:
-    """Of a block and each module inside: name, class, mode, absent entries, hooks, functions that it was given, and
-    types of its other attributes.
-
-    plain: the block's class, where it is marked.
-    """
+def _makeup(block: nn.Module) -> Hashable:
+    """Name, class, mode, absent entries and hooks of a block and of each module inside, functions that it was given,
+    and types of its other attributes."""
     found: list[Hashable] = []
     for name, module in block.named_modules(remove_duplicate=False):
         held = vars(module)
         absent = [key for kind in ("_parameters", "_buffers", "_modules") for key, x in held[kind].items() if x is None]
-        hooks = [(kind, id(hook)) for kind in _HOOKS for hook in held[kind].values()]
-        own = [(key, x) for key, x in held.items() if key not in _OF_MODULES]
+        hooks = [(kind, id(hook)) for kind in HOOKS for hook in held[kind].values()]
+        own = [(key, x) for key, x in held.items() if key not in OF_MODULES]
         given = [(key, id(x) if callable(x) else (type(x), *map(type, tree_leaves(x)))) for key, x in own]
-        kind = plain if plain is not None and module is block else type(module)
-        found.append((name, kind, module.training, *map(tuple, (absent, hooks, given))))
+        found.append((name, type(module), module.training, *map(tuple, (absent, hooks, given))))
     return tuple(found)
 
 

@@ -250,6 +250,17 @@ def test_blocks_that_differ_in_what_no_guard_sees_are_told_apart(pool: Pool, nam
         torch.testing.assert_close(found, (loss.detach(), grads), rtol=1e-9, atol=1e-12)
 
 
+def test_blocks_that_change_alike_are_read_once_still() -> None:
+    net = Net([Acting(nn.Dropout()) for _ in range(LAYERS)])
+    once = blocks.ReadOnce(net)
+    net.eval()
+    with once.trial() as able:
+        assert able
+    net.layers[1].train()
+    with pytest.raises(blocks.ReadApart, match="Acting are no longer alike"), once.trial():
+        pass
+
+
 def test_a_refusal_names_all_layers() -> None:
     class Unmasked(Block):
         def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
