@@ -31,15 +31,14 @@ from cp_rewrite.batch.as_row import AsRow, row_of
 from cp_rewrite.passes.graph.dynamo import break_reason, ends_of, is_resumed
 from cp_rewrite.passes.graph.new_nodes import give_sizes, insert, place_by
 from cp_rewrite.passes.graph.nodes import (
-    REGION_OPS,
     RegionCall,
     attribute_of,
     bind,
     constant,
     erase_unread_numbers,
+    give_body,
     graph_modules,
     guard_number,
-    hold,
     is_compile_region,
     is_function,
     modes_of,
@@ -459,12 +458,8 @@ def part_by_masks(gm: fx.GraphModule, tokens: Collection[Any]) -> None:
             groups.setdefault(masks, []).append(call)
         for group in [*groups.values()][1:]:
             body = copied(group[0].body, {})
-            for node in (call.node for call in group):
-                name = hold(node.graph.owning_module, body)
-                with node.graph.inserting_before(node):
-                    given = node.graph.get_attr(name)
-                before: int = REGION_OPS[node.target.name()]  # type: ignore[union-attr]
-                node.args = (given, *[name] * (before - 1), *node.args[before:])
+            for call in group:
+                call.node.args = (*give_body(body, call.node.target, call.node), *call.operands)
 
 
 def _is_square(value: Any, tokens: Collection[Any]) -> bool:

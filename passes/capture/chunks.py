@@ -41,10 +41,9 @@ from torch.utils._pytree import tree_leaves
 from cp_rewrite.passes.graph.dynamo import first_difference
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, maker, place_by
 from cp_rewrite.passes.graph.nodes import (
-    REGION_OPS,
     RegionCall,
     bind,
-    hold,
+    give_body,
     modes_of,
     nested_graphs,
     op_name,
@@ -115,18 +114,15 @@ def call_on_all(
     Raises:
         NotAlike: the body works on more than its chunk. Others: it can't run on all chunks.
     """
-    owner: Any = before.graph.owning_module
     values = [value_of(x) if isinstance(x, fx.Node) else x for x in operands]
     body, result = _body_on(call.body, values, of_chunk, mode)
     for node in body.graph.nodes:
         if JOINED in node.meta:
             node.meta[CHUNKS] = chunks
     target: Any = call.node.target
-    name = hold(owner, body)
-    between = [name] * (REGION_OPS[target.name()] - 1)
+    args = (*give_body(body, target, before), *operands)
     with before.graph.inserting_before(before):
-        read = before.graph.get_attr(name)
-        new = before.graph.call_function(target, (read, *between, *operands), dict(call.node.kwargs))
+        new = before.graph.call_function(target, args, dict(call.node.kwargs))
     new.meta = {**call.node.meta, "example_value": result}
     return new
 

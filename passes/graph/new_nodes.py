@@ -26,6 +26,8 @@ from cp_rewrite.torch_internals import (
     symbolic,
 )
 
+from .nodes import attribute_of, hold
+
 _POSITION = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
@@ -225,7 +227,7 @@ def paste(module: fx.GraphModule, operands: Sequence[fx.Node], before: fx.Node, 
             if node.op == "output":
                 return fx.map_arg(node.args[0], env.__getitem__)
             if node.op == "get_attr":
-                env[node] = _pasted_attribute(node, before.graph, like)
+                env[node] = _pasted_attribute(node, before.graph)
             elif node.op != "placeholder":
                 env[node] = before.graph.node_copy(node, env.__getitem__)
                 env[node].meta = {"example_value": node.meta["val"]}
@@ -234,11 +236,10 @@ def paste(module: fx.GraphModule, operands: Sequence[fx.Node], before: fx.Node, 
     raise AssertionError("a graph has an output")
 
 
-def _pasted_attribute(node: fx.Node, graph: fx.Graph, like: fx.Node) -> fx.Node:
-    owner, name = graph.owning_module, f"_cp_rewrite_{like.name}_{node.name}"
-    setattr(owner, name, getattr(node.graph.owning_module, str(node.target)))
-    copy = graph.get_attr(name)
-    copy.meta["example_value"] = getattr(owner, name)
+def _pasted_attribute(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    value = attribute_of(node)
+    copy = graph.get_attr(hold(graph.owning_module, value))
+    copy.meta["example_value"] = value
     return copy
 
 

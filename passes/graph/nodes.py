@@ -179,6 +179,18 @@ def hold(owner: Any, value: Any) -> str:
     return name
 
 
+def give_body(body: fx.GraphModule, target: Any, before: fx.Node) -> tuple[Any, ...]:
+    """First arguments of a call of a region, in front of a node, whose body its graph's module holds from now on.
+
+    Args:
+        target: of `REGION_OPS`.
+    """
+    name = hold(before.graph.owning_module, body)
+    with before.graph.inserting_before(before):
+        read = before.graph.get_attr(name)
+    return read, *[name] * (REGION_OPS[target.name()] - 1)
+
+
 def read_as(node: fx.Node, value: Any, readers: Iterable[fx.Node]) -> None:
     """Let readers of a node read another value, a number perhaps, in its place."""
     for reader in readers:
