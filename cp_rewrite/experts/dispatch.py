@@ -236,9 +236,10 @@ class _Products:
         Tensors of all pairs go as soon as they are read: in a checkpointed layer this is where memory peaks.
         """
         dy = self._picked(grads)
+        del grads
         dweighed = self._grouped(dy, self.down.transpose(1, 2))
         weighed, dfirst, dweight = gates.gradients(gate, first, self.weight, dweighed)
-        del dweighed, first
+        del dweighed
         ddown = self._outer(weighed, dy) if self.transposed else self._outer(dy, weighed)
         biases: list[Tensor] = []
         if self.up_bias is not None:
