@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import math
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Set as AbstractSet
@@ -30,6 +31,7 @@ from torch._C._distributed_c10d import _create_work_from_future, _register_proce
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._decomp.decompositions import matmul
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import TorchDynamoException
@@ -74,6 +76,14 @@ call. `matmul` is the product written in Python, in bmm and views."""
 LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
 CAPTURE_ERRORS = TorchDynamoException, ConstraintViolationError
 """Raised where Dynamo can't capture a model, or not for all sizes that it was asked for."""
+
+
+def raised_in_capture(error: BaseException) -> bool:
+    """Whether an error came while Dynamo compiled: one of its own, or of what it called, as a failed assertion."""
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, CAPTURE_ERRORS) or convert_frame._compile.__code__ in frames
+
+
 READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
 """Whether Dynamo reads a function once that is marked as a compile region, however often it is called: from 2.13 on."""
 """A BlockMask of blocks of this size fits attention of any length."""

@@ -59,8 +59,19 @@ def test_errors_of_a_capture() -> None:
         torch._dynamo.graph_break()
         return x
 
-    with pytest.raises(ours.CAPTURE_ERRORS):
-        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(2))
+    def fails(gm: fx.GraphModule, _: Any) -> Any:
+        raise AssertionError("of what Dynamo calls")
+
+    def at_run(gm: fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            raise ValueError("of the graph that runs")
+
+        return run
+
+    for model, backend, expected in ((breaks, "eager", True), (torch.sin, fails, True), (torch.cos, at_run, False)):
+        with pytest.raises(Exception, match=r".") as error:
+            torch.compile(lambda x, model=model: model(x), backend=backend, fullgraph=True)(torch.ones(2))
+        assert ours.raised_in_capture(error.value) == expected
 
 
 @pytest.mark.skipif(not ours.READS_REGIONS_ONCE, reason="torch before 2.13")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -115,7 +115,7 @@ def _shared(kind: type[nn.Module]) -> type[nn.Module]:
 class SharedExperts:
     """Layers of experts of a model that are shared over groups of `size` consecutive ranks of a mesh.
 
-    `begin` changes the layers' forwards, `cut` their weights, once whatever traces whole ones was made.
+    `begin` changes the layers' forwards, `cut` their weights, once stand-ins of whole ones were made, which are traced.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, size: int) -> None:
@@ -153,17 +153,20 @@ class SharedExperts:
         """All of them, in the order of layers."""
         return [p for layer in self.layers for p in layer._parameters.values() if p is not None]
 
-    def mark(self, stand_ins: Sequence[tuple[Tensor, nn.Parameter]]) -> None:
-        """Note on what is traced in the weights' place that ranks share these. stand_ins: (it, the weight) of all."""
+    def cut(self, stand_ins: Iterable[tuple[Tensor, nn.Module, str]], device: torch.device, divide_by: float) -> None:
+        """Leave each rank its own experts, as a DTensor over the ep group.
+
+        Args:
+            stand_ins: of the model's weights, each with the module that holds the weight and its name there: those of
+                shared ones are marked as such.
+            device: where weights go. divide_by: what sums of gradients are divided by, where FSDP does not.
+        """
         owned = {*self.weights()}
-        for x, weight in stand_ins:
-            if weight in owned:
+        for x, module, name in stand_ins:
+            weight = module._parameters[name]
+            if weight is not None and weight in owned:
                 dtype = weight.dtype if self.whole else x.dtype  # which FSDP casts to
                 setattr(x, OWNED, SharedWeight(self.name, (x.shape[0] // self.size, *x.shape[1:]), dtype))
-
-    def cut(self, device: torch.device, divide_by: float) -> None:
-        """Leave each rank its own experts, as a DTensor over the ep group. `device`: where they go; `divide_by`: what
-        sums of gradients are divided by, where FSDP does not."""
         rank, made = self.ep.get_local_rank(), dict[int, nn.Parameter]()  # of tied weights one
         for layer in self.layers:
             layer.cp_divide_by = divide_by if self.whole else 1.0

@@ -17,16 +17,17 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
 from cp_rewrite.agree import turns
+from cp_rewrite.experts.layers import SharedExperts
 from cp_rewrite.sharding import Sharding, device_of
 
 from .forward import GlobalForward
-from .parallelize import watch_encoders, watch_steps
+from .parallelize import clip_grad_norm_, watch_encoders, watch_steps
 from .sharded_forward import shard_weights
 from .twin import Twin
 
@@ -82,6 +83,12 @@ class ReplicaAccelerator(Accelerator):
             return x.unflatten(0, (world, -1))[list(self.leaders)].flatten(0, 1)
 
         return recursively_apply(of_leaders, super().gather(tensor))
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        if not self.is_fsdp2:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for value in args:
@@ -150,11 +157,28 @@ def refused_settings(plugin: Any) -> Mapping[str, tuple[Any, str]]:
     }
 
 
-def make_twin(model: nn.Module, sharding: Sharding, accelerator: Accelerator) -> Twin | None:
-    """The twin that is traced in the place of a model that the accelerator will shard; None: it will not."""
+def make_twin(
+    model: nn.Module, sharding: Sharding, accelerator: Accelerator, experts: int
+) -> tuple[Twin | None, SharedExperts | None]:
+    """The twin that is traced in the place of a model that the accelerator will shard, None if it will not; and the
+    layers whose `experts` so many ranks will share, None for 1.
+
+    Raises:
+        TypeError, ValueError: these ranks can't share these experts, or nothing shards weights.
+    """
+    if experts != 1 and not accelerator.is_fsdp2:
+        raise ValueError(f"experts={experts} goes with FSDP alone: fsdp=True, fsdp_config={{'version': 2}}")
     if not accelerator.is_fsdp2:
-        return None
-    return Twin(model, device_of(sharding), _policy(accelerator).param_dtype)
+        return None, None
+    shared = None if experts == 1 else SharedExperts(model, _all_ranks(sharding), experts)
+    if shared is not None:
+        shared.begin()
+    return Twin(model, device_of(sharding), _policy(accelerator).param_dtype), shared
+
+
+def _all_ranks(sharding: Sharding) -> DeviceMesh:
+    ranks = (torch.distributed.get_world_size(),)
+    return init_device_mesh(device_of(sharding).type, ranks, mesh_dim_names=("fsdp",))
 
 
 def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -166,13 +190,17 @@ def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Modu
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
-    plugin, world = accelerator.state.fsdp_plugin, torch.distributed.get_world_size()
+    plugin, shared, device = accelerator.state.fsdp_plugin, forward.shared, device_of(forward.sharding)
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, forward.model)
     forward.blocks = () if is_block is None else tuple(m for m in forward.model.modules() if is_block(m))
-    mesh = init_device_mesh(device_of(forward.sharding).type, (world,), mesh_dim_names=("fsdp",))
+    mesh = _all_ranks(forward.sharding) if shared is None else shared.mesh
     turns.on_weights(forward.sharding, dict(model.named_parameters()), mesh)
     name = model._get_name()
-    shard_weights(model, forward.blocks, mesh, _policy(accelerator), bool(plugin.reshard_after_forward), world)
+    if shared is not None and forward.twin is not None:
+        shared.cut(forward.twin.owners.values(), device, mesh.size())
+    placement = None if shared is None else shared.placement()
+    reshard = bool(plugin.reshard_after_forward)
+    shard_weights(model, forward.blocks, mesh, _policy(accelerator), reshard, mesh.size(), placement=placement)
     watch_steps(model, forward.sharding)
     watch_encoders(model, mesh, forward.sharding)
     # FSDP makes a class of another name of it. By its name Trainer tells whether smoothed labels are to be shifted.

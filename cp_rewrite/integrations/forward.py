@@ -22,6 +22,7 @@ import cp_rewrite as cp
 from cp_rewrite.batch.marks import batch_number, is_part, known_part, mark_part, mark_token_dim
 from cp_rewrite.batch.tokens import gathered, map_tensors
 from cp_rewrite.entry import Backend
+from cp_rewrite.experts.layers import SharedExperts
 from cp_rewrite.packing import Packing, packing_args
 
 from .parallelize import scaled, whole
@@ -216,11 +217,18 @@ class GlobalForward:
     averaged over all ranks, as DDP and FSDP do, they are those of one process.
 
     `twin`: what is traced in the model's place, where FSDP will shard its weights; `blocks`: the modules whose weights
-    it gathers together, once it has.
+    it gathers together, once it has. `shared`: layers whose experts ranks will share.
     """
 
-    def __init__(self, model: nn.Module, sharding: cp.Sharding, switch: Switch, twin: Twin | None = None) -> None:
-        self.model, self.sharding, self.switch, self.twin = model, sharding, switch, twin
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: cp.Sharding,
+        switch: Switch,
+        twin: Twin | None = None,
+        shared: SharedExperts | None = None,
+    ) -> None:
+        self.model, self.sharding, self.switch, self.twin, self.shared = model, sharding, switch, twin, shared
         self.blocks: tuple[nn.Module, ...] = ()
         self.plain: Callable[..., Any] = model.forward
         for traced in [model] if twin is None else [model, twin.module]:

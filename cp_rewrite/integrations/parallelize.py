@@ -278,8 +278,7 @@ def parallelize(
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
         if shared is not None:
-            shared.mark([(stand_in, module._parameters[name]) for stand_in, module, name in twin.owners.values()])
-            shared.cut(device_of(sharding), divide_by)
+            shared.cut(twin.owners.values(), device_of(sharding), divide_by)
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
         placement = None if shared is None else shared.placement()
         wrapped = shard_weights(

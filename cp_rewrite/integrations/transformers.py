@@ -45,12 +45,13 @@ class ContextParallelMixin(_Base):
 
     Args:
         sharding: the annotation. Its `tokens` name what the model is called with, `labels` among them.
+        experts: how many consecutive ranks of all share one set of experts, under FSDP (`docs/guides/experts.md`).
     Raises:
         TypeError: no Sharding. ValueError: a training argument that would be silently wrong; the message says which.
     """
 
-    def __init__(self, *args: Any, sharding: cp.Sharding, **kwargs: Any) -> None:
-        self.sharding, self._switch = require_sharding(sharding), Switch()
+    def __init__(self, *args: Any, sharding: cp.Sharding, experts: int = 1, **kwargs: Any) -> None:
+        self.sharding, self._switch, self._experts = require_sharding(sharding), Switch(), experts
         torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
         super().__init__(*args, **kwargs)
 
@@ -67,8 +68,8 @@ class ContextParallelMixin(_Base):
         before = forward_of(inner)
         if before is None:
             drop_checkpoint_hooks(inner)
-            twin = make_twin(inner, self.sharding, self.accelerator)
-            forward_class_of(inner)(inner, self.sharding, self._switch, twin).install()
+            twin, shared = make_twin(inner, self.sharding, self.accelerator, self._experts)
+            forward_class_of(inner)(inner, self.sharding, self._switch, twin, shared).install()
             refuse_copies(inner)
         else:
             before.adopt(self.sharding, self._switch)

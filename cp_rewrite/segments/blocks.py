@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.dynamo import written_objects
-from cp_rewrite.torch_internals import CAPTURE_ERRORS, READS_REGIONS_ONCE
+from cp_rewrite.torch_internals import READS_REGIONS_ONCE, raised_in_capture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,12 +79,14 @@ class ReadOnce:
         """`run`, which compiles a call of the model; once more with the blocks as they were, where it can't be read.
 
         Args:
-            run: raises ReadApart, or an error of Dynamo, where that is so.
+            run: raises ReadApart, or an error while Dynamo compiles, where that is so.
         """
         if self.able:
             try:
                 return run()
-            except (ReadApart, *CAPTURE_ERRORS) as error:
+            except (ReadApart, Exception) as error:
+                if not isinstance(error, ReadApart) and not raised_in_capture(error):
+                    raise
                 log.info("blocks are read one by one: %s", error.__cause__ or error)
                 self.end()
         return run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
+from cp_rewrite.torch_internals import shards_over_some
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 
@@ -55,16 +57,19 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int) -> 
 
 
 def train(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], extras: dict[str, Any]) -> Run:
-    """Trains, then evaluates. `options` are TrainingArguments, `extras` arguments of the Trainer."""
+    """Trains, then evaluates. `options` are TrainingArguments, `extras` arguments of the Trainer, and what one process
+    does without: how many ranks share experts."""
     with launched(mesh):
         extras = {"train_dataset": packed_rows(8), "eval_dataset": packed_rows(3), **extras}
-        made, resumed = extras.pop("model", "llama"), extras.pop("resume", None)
+        made, resumed, experts = (
+            extras.pop(*which) for which in (("model", "llama"), ("resume", None), ("experts", 1))
+        )
         model = build_model(made, called=False) if isinstance(made, str) else made()
         args = on_cpu(TrainingArguments(**settings_of(str(folder), **options)))
         if mesh is None:
             trainer: Any = Trainer(model, args, **extras)
         else:
-            trainer = ContextParallelTrainer(model, args, sharding=sharding_of(mesh), **extras)
+            trainer = ContextParallelTrainer(model, args, sharding=sharding_of(mesh), experts=experts, **extras)
         result = trained(trainer, resumed)
         if "compute_metrics" in extras:
             result.metrics = {name: value for name, value in trainer.evaluate().items() if name in METRICS}
@@ -254,11 +259,11 @@ def test_half_precision(pair: Pool, tmp_path: Path, options: dict[str, Any]) -> 
             assert error < 0.1, f"{name}: {error:.1e}"
 
 
-def with_adapters(options: dict[str, Any]) -> Any:
+def with_adapters(options: dict[str, Any], name: str = "llama", targets: Sequence[str] = ("q_proj", "up_proj")) -> Any:
     peft = importlib.import_module("peft")
     torch.manual_seed(1)
-    targets = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **options)
-    return peft.get_peft_model(build_model("llama", called=False), targets)
+    targets = peft.LoraConfig(r=4, target_modules=[*targets], init_lora_weights=False, **options)
+    return peft.get_peft_model(build_model(name, called=False), targets)
 
 
 @pytest.mark.slow
@@ -269,3 +274,54 @@ def test_adapters_under_fsdp(pair: Pool, tmp_path: Path, adapters: dict[str, Any
     expected = train(None, tmp_path / "one", options, dict(extras))
     for found in pair.run(2, as_rank, tmp_path / "two", {**options, **FSDP}, dict(extras)):
         compare(expected, found)
+
+
+MOE = "qwen3_moe_aux_loss"
+OF_EXPERTS = {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({"gradient_accumulation_steps": 2}, MOE),
+        ({"gradient_accumulation_steps": 2, **CHECKPOINTED}, MOE),
+        ({"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.0}, MOE),
+        ({"gradient_accumulation_steps": 2}, partial(with_adapters, {}, MOE, ["q_proj"])),
+    ],
+    ids=["sgd", "checkpointed", "adam", "adapters beside"],
+)
+def test_shared_experts_equal_one_process(pair: Pool, tmp_path: Path, options: dict[str, Any], model: Any) -> None:
+    expected = train(None, tmp_path / "one", options, {"model": model})
+    extras = {"model": model, "experts": 2}
+    for found in pair.run(2, as_rank, tmp_path / "two", {**options, **OF_EXPERTS}, extras):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shards_over_some(), reason="FSDP of this torch shards weights over all ranks of a mesh")
+@pytest.mark.parametrize("shared", [2, 4])
+def test_shared_experts_of_groups_equal_one_process(pool: Pool, tmp_path: Path, shared: int) -> None:
+    options, extras = {"gradient_accumulation_steps": 2}, {"train_dataset": packed_rows(12), "model": "qwen3_moe"}
+    one = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    expected = train(None, tmp_path / "one", {**options, **one}, extras)
+    for found in pool.run(
+        4, as_rank_of_grid, tmp_path / "four", {**options, **OF_EXPERTS}, {**extras, "experts": shared}
+    ):
+        compare(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_shared_experts_are_saved_and_resumed(pair: Pool, tmp_path: Path, kind: str) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    expected = train(None, tmp_path / "one", options, {"model": MOE})
+    options |= {**OF_EXPERTS, "fsdp_config": {**OF_EXPERTS["fsdp_config"], "state_dict_type": kind}}
+    extras: dict[str, Any] = {"model": MOE, "experts": 2}
+    whole = pair.run(2, as_rank, tmp_path / "two", options, extras)
+    extras["resume"] = str(tmp_path / "two" / "checkpoint-2")
+    compare_resumed(expected, whole, pair.run(2, as_rank, tmp_path / "resumed", options, extras))
+    if kind == "FULL_STATE_DICT":
+        saved = load_file(tmp_path / "two" / "checkpoint-4" / "model.safetensors")
+        assert all(torch.equal(saved[name], weight) for name, weight in whole[0].weights.items() if name in saved)
+        assert any("experts" in name for name in saved)
