@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.fx as fx
+from torch import Tensor
 
 from .capture.capture import copied
 from .graph.nodes import (
@@ -27,6 +28,7 @@ from .graph.nodes import (
     outputs_of,
     region_call,
     region_calls,
+    value_of,
 )
 from .graph.writes import memory_of, written_memory
 from .values.state import State
@@ -98,9 +100,12 @@ def instantiate(root: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def _inline(call: RegionCall, first: str, copies: dict[fx.Node, fx.Node]) -> None:
-    """Nodes of a body in front of a call of it, which goes. `first`: the module that the body was read in."""
+    """Nodes of a body in front of a call of it, which goes. `first`: the module that the body was read in. Raises a
+    ValueError where a call has a number, which another gives as a tensor, since it changes from step to step."""
     made, path, owner = dict[fx.Node, Any](call.filled), _path(call.node), call.node.graph.owning_module
     number = call.node.name.removeprefix("invoke_subgraph") or "_0"
+    if any(isinstance(value_of(inner), Tensor) and type(x) in (bool, int, float) for inner, x in call.filled.items()):
+        raise ValueError("a region is given a number in the place of a tensor")
     with call.node.graph.inserting_before(call.node):
         for node in call.body.graph.nodes:
             if node.op in ("placeholder", "output"):

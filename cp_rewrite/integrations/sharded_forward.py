@@ -38,6 +38,7 @@ from cp_rewrite.segments.cut import ROOT, cut_graph
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import fake_mode_of, memory_id
 
+from .held import check_written
 from .offload import HostStore
 from .twin import Twin, without_memory
 
@@ -98,7 +99,10 @@ def compile_segments(
     def run(*args: Any, **kwargs: Any) -> Any:
         twin.follow()
         made_by.calls += 1
-        return twin.read_once.call(lambda: compiled(*args, **kwargs))
+        outputs = twin.read_once.call(lambda: compiled(*args, **kwargs))
+        if made_by.keeps:
+            twin.hand_back()
+        return outputs
 
     return run
 
@@ -123,7 +127,9 @@ class SegmentBackend(Backend):
     ) -> None:
         super().__init__(sharding, loss_alone)
         self.blocks, self.store, self.calls = [*map(weakref.ref, blocks)], store, 0
-        self._read_once = twin.read_once
+        self._read_once, self._pairs = twin.read_once, twin.pairs
+        self.keeps = False
+        """Whether a graph leaves something on modules of the twin."""
         # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
         units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
         self._owners: dict[int, tuple[_Owner, int]] = {
@@ -139,6 +145,7 @@ class SegmentBackend(Backend):
 
     def _rewritten(self, gm: fx.GraphModule) -> passes.State:
         with self._read_once.trial() as once:
+            self.keeps |= check_written(self._pairs)
             state = super()._rewritten(gm)
             self._read_once.accept(state.refusals)
             return passes.instantiated(state) if once else state

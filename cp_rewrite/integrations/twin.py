@@ -1,19 +1,17 @@
 """A model without memory for its weights, which Dynamo traces in the place of one that is sharded.
 
 FSDP's hooks and sharded weights break a graph. The twin has neither: its parameters have shape, dtype and device of the
-whole ones, and no memory. All else is shared with the model (buffers) or a copy.
+whole ones, and no memory. All else is shared with the model (buffers, objects that hold no module) or a copy.
 
 What can't be done to a model once it is parallelized: each raises, and says what to do instead.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from cp_rewrite.batch.encoders import has_encoders, stands_for
 from cp_rewrite.segments.blocks import HOOKS, OF_MODULES, OUTPUT_CAPTURING, ReadOnce
+
+from .held import HeldObjects
 
 _KNOWN = ("torch.distributed.", OUTPUT_CAPTURING)
 """Whose hooks may come later: they do nothing inside of a graph, or are traced anew."""
@@ -101,8 +101,8 @@ def refuse_whole_weights(model: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(refuse)
 
 
-_OF_MODULES = OF_MODULES - {"training"} | {"_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-"""Attributes that every module has for itself, and those that FSDP marks its own by."""
+_OF_MODULES = OF_MODULES - {"training"} | {"forward", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+"""Attributes that every module has for itself, and those that sharding gives it."""
 
 
 class Twin:
@@ -110,21 +110,20 @@ class Twin:
 
     `module` is called in the model's place. `owners` says of each of its parameters, by id, where the weight is: the
     parameter, the module of the model that holds the weight, and under which name. `read_once`: its equal blocks.
+    `pairs`: objects that both have one of their own, as of `HeldObjects`.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, hooks: bool = False
     ) -> None:
         """`dtype`: of weights in the forward, where that is not their own. `hooks`: hooks that come later are an error,
-        too."""
+        too. Raises a ValueError for tensors that a module holds and a twin can't, as of `HeldObjects`."""
         stand_ins = {id(p): _stand_in(p, device, dtype) for p in model.parameters()}
-        memo: dict[int, Any] = dict(stand_ins) | {id(buffer): buffer for buffer in model.buffers()}
-        if (config := getattr(model, "config", None)) is not None:
-            memo[id(config)] = config
-        self.module = copy.deepcopy(model, memo)
-        self._pairs = list(zip(model.modules(), self.module.modules(), strict=True))
+        self._held = HeldObjects(model, dict(stand_ins))
+        self.module, self.pairs = self._held.twin, self._held.pairs
+        self._modules = [*zip(dict(model.named_modules()).items(), self.module.modules(), strict=True)]
         self.owners: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}
-        for mine, theirs in self._pairs:
+        for (_, mine), theirs in self._modules:
             theirs._buffers = mine._buffers  # one dict: what the twin assigns, the model has
             if has_encoders(mine):
                 stands_for(theirs, mine)
@@ -134,60 +133,82 @@ class Twin:
                     self.owners.setdefault(id(stand_in), (stand_in, mine, name))
         self.read_once = ReadOnce(self.module)
         self._unchanged = Unchanged(model, hooks)
-        self._note_attributes()
+        self._mine = _Attributes([mine for (_, mine), _ in self._modules])
+        self._theirs = _Attributes([theirs for _, theirs in self._modules])
 
     def follow(self) -> None:
-        """Take over what may change between calls: `train()`, `eval()`, `requires_grad_()`, and attributes that hold
-        numbers, words, or lists of such (which adapter is on, a dropout's rate). Raises where modules, weights or hooks
-        were added or replaced since, as by adapters."""
+        """Take over what may change between calls: `train()`, `eval()`, `requires_grad_()`, and attributes (which
+        adapter is on, a dropout's rate). Raises where modules, weights or hooks were added or replaced since, as by
+        adapters, and where an object that holds modules was changed."""
         self._unchanged.check()
-        if not self._same_attributes():
-            self._take_attributes()
-            self._note_attributes()
+        self._held.check()
+        if changes := self._mine.changes():
+            for place, name, value in changes:
+                (owner, _), theirs = self._modules[place]
+                if value is _GONE:
+                    vars(theirs).pop(name, None)
+                elif name not in theirs._buffers:  # which has taken the place of some
+                    vars(theirs)[name] = self._held.stand_in(f"{owner}.{name}" if owner else name, value)
+            self._mine.note()
+            self._theirs.note()
         for stand_in, module, name in self.owners.values():
             weight = module._parameters[name]
             if weight is not None and stand_in.requires_grad != weight.requires_grad:
                 stand_in.requires_grad_(weight.requires_grad)
 
-    def _note_attributes(self) -> None:
-        """Keep what `_same_attributes` compares: how many attributes each module has, and those that are plain."""
-        self._attributes = [vars(mine) for mine, _ in self._pairs]
-        self._counts = [*map(len, self._attributes)]
-        plain = [[k for k, v in own.items() if k not in _OF_MODULES and _is_plain(v)] for own in self._attributes]
+    def hand_back(self) -> None:
+        """Give the model what a call has left on modules of the twin."""
+        if changes := self._theirs.changes():
+            for place, name, value in changes:
+                (_, mine), _ = self._modules[place]
+                if value is _GONE:
+                    vars(mine).pop(name, None)
+                else:
+                    vars(mine)[name] = value
+            self._mine.note()
+            self._theirs.note()
+
+
+_GONE = object()
+
+
+class _Attributes:
+    """Attributes of modules as they were noted last."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._now = [vars(module) for module in modules]
+        self.note()
+
+    def note(self) -> None:
+        """Keep what each module holds now, and how many attributes it has."""
+        self._counts = [*map(len, self._now)]
+        self._before = [{k: v for k, v in own.items() if _may_change(k)} for own in self._now]
         # Two names at least: of one an `itemgetter` gives the value itself.
-        get = [itemgetter("training", "training", *names) for names in plain]
-        self._plain = [*zip(get, self._attributes, strict=True)]
-        self._values = self._plain_values()
+        get = [itemgetter("training", "training", *before) for before in self._before]
+        self._get = [*zip(get, self._now, strict=True)]
+        self._values = self._read()
 
-    def _plain_values(self) -> list[Any]:
-        return [value for get, own in self._plain for value in get(own)]
-
-    def _same_attributes(self) -> bool:
-        """True if no module's plain attributes are other objects than when they were noted: most often so, and 0.5 ms
-        for 1,600 modules."""
+    def changes(self) -> list[tuple[int, str, Any]]:
+        """(the module's place, name, value) of attributes that are other objects than when they were noted; those that
+        were deleted are _GONE. Most often there are none: 0.5 ms for 1,600 modules."""
         try:
-            return [*map(len, self._attributes)] == self._counts and all(map(is_, self._plain_values(), self._values))
+            if [*map(len, self._now)] == self._counts and all(map(is_, self._read(), self._values)):
+                return []
         except KeyError:
-            return False
+            pass
+        found: list[tuple[int, str, Any]] = []
+        for place, (old, own) in enumerate(zip(self._before, self._now, strict=True)):
+            new = {k: v for k, v in own.items() if _may_change(k)}
+            found += [(place, name, value) for name, value in new.items() if old.get(name, _GONE) is not value]
+            found += [(place, name, _GONE) for name in old if name not in new]
+        return found
 
-    def _take_attributes(self) -> None:
-        for mine, theirs in self._pairs:
-            known = vars(theirs)
-            for name, value in vars(mine).items():
-                # Most are the same objects as when the twin was made; a buffer has taken the place of some.
-                if known.get(name, Twin) is not value and name not in _OF_MODULES and _is_plain(value):
-                    if name not in theirs._buffers:
-                        known[name] = value
+    def _read(self) -> list[Any]:
+        return [value for get, own in self._get for value in get(own)]
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, functools.partial):  # how blocks are checkpointed
-        return _is_plain((*value.args, value.keywords))
-    if isinstance(value, Mapping):
-        return all(_is_plain(item) for item in cast(Mapping[Any, Any], value).values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(_is_plain(item) for item in cast(Iterable[Any], value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+def _may_change(name: str) -> bool:
+    return name not in _OF_MODULES and not name.startswith("__")
 
 
 def without_memory(like: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -4,8 +4,9 @@
                                         and calls its graph once for each (torch from 2.13 on)
 
 These guards do not see all: not the classes of modules of torch inside of a block, nor a forward that one of them was
-given, nor that True is not 1. So only blocks of one `_makeup` are marked together. And not what the model writes into
-objects of Python between two calls, where a block reads it on another way: a model that writes into any is read apart.
+given, nor that True is not 1. So only blocks of one `_makeup` are marked together, and a call says which `_kinds` of
+numbers it was given. And not what the model writes into objects of Python between two calls, where a block reads it on
+another way: a model that writes into any is read apart.
 
 A model that can't be read so is read block by block, as before: what it costs is one more trial.
 """
@@ -156,11 +157,24 @@ def _region(plain: type[nn.Module], number: int) -> type[nn.Module]:
     """The class of a block as one whose calls Dynamo reads as a region. It tells regions apart by their code: those of
     another `number` have another."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, kinds: str, *args: Any, **kwargs: Any) -> Any:
         return plain.__call__(self, *args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=f"call_{number}")
     region: Any = torch.compiler.nested_compile_region(call, max_reuse_entries=1 << 30)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return region(self, _kinds((args, kwargs)), *args, **kwargs)
+
     return type(
-        plain.__name__, (plain,), {"__call__": region, "__module__": plain.__module__, "__doc__": plain.__doc__}
+        plain.__name__, (plain,), {"__call__": __call__, "__module__": plain.__module__, "__doc__": plain.__doc__}
     )
+
+
+def _kinds(value: Any) -> str:
+    """The types of numbers among arguments: to Dynamo calls with 1, 1.0 and True are the same."""
+    if isinstance(value, tuple | list):
+        return f"({','.join([_kinds(part) for part in value])})"
+    if isinstance(value, dict):
+        return _kinds([*value.values()])
+    return type(value).__name__ if isinstance(value, bool | int | float | complex) else ""

@@ -386,6 +386,16 @@ def written_objects() -> list[str]:
     return [] if translator is None else [source.name for source in translator.output.side_effects.mutated_sources]
 
 
+def known_objects() -> dict[int, bool]:
+    """By `id`, the objects of Python that the frame which is compiled now was given, and whether it writes into them;
+    none outside of one."""
+    if (translator := _translator()) is None:
+        return {}
+    effects = translator.output.side_effects
+    written = {id(holder) for holder, *_ in _writes(effects)}
+    return {key: id(variable) in written for key, variable in effects.id_to_variable.items()}
+
+
 Same = Callable[[Any, Any], bool]
 """Whether two numbers are the same, of which one, or both, may be made of sizes."""
 

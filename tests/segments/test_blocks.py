@@ -88,6 +88,20 @@ class Numbered(Block):
         return super().forward(x, mask) * (2 if isinstance(self.number, bool) else self.number)
 
 
+class Flagged(Block):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, mask: Tensor | None, flags: tuple[float, ...] = ()) -> Tensor:
+        return super().forward(x, mask) * (2 if isinstance(flags[0], bool) else 3 if isinstance(flags[0], int) else 1)
+
+
+def flagged(block: nn.Module, x: Tensor, mask: Tensor) -> Any:
+    kind = block.kind
+    return block(x, mask, flags=(True if kind == "bool" else 1 if kind == "int" else 1.0,))
+
+
 class Number:
     def __init__(self) -> None:
         self.value = 1.0
@@ -213,6 +227,7 @@ DIFFERENT: dict[str, Callable[[], Net]] = {
     "modules of torch": lambda: Net([Acting(act()) for act in (nn.ReLU, nn.Tanh, nn.Identity, nn.Tanh)]),
     "a module or none": lambda: Net([Acting(nn.Linear(D, D) if i % 2 else nn.Identity()) for i in range(4)]),
     "1 and True": lambda: Net([Numbered(number) for number in (1, True, 1.0, 1)]),
+    "1 and True of a call": lambda: Net([Flagged(kind) for kind in ("int", "bool", "float", "int")], flagged),
     "an object that the model writes into": told_net,
 }
 
