@@ -15,6 +15,8 @@ from .select import Params, Tables
 
 _BLOCK = 1 << 22
 """Logits held at once."""
+_SUMMED = 512
+"""Rows that `sum_rows` copies at a time."""
 
 
 def forward(q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, tables: Tables, params: Params) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,10 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     others = torch.repeat_interleave(each, ptr.diff())
     target = torch.cat([each.repeat_interleave(2)[there], others])
     source = torch.cat([rows[: 2 * n][there], rows[2 * n : 2 * n + others.numel()]])
-    return torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device).index_add_(0, target, x_EC[source].to(acc))
+    found = torch.zeros(n, x_EC.shape[1], dtype=acc, device=x_EC.device)
+    for to, of in zip(target.split(_SUMMED), source.split(_SUMMED), strict=True):
+        found.index_add_(0, to, x_EC[of].to(acc))
+    return found
 
 
 def _blocks(tables: Tables, heads: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:

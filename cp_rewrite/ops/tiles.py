@@ -118,21 +118,28 @@ def run_tiles(
         given = [x if at is None else at.cut(x, place.start, place.stop).contiguous() for x, at in grads]
         with nvtx("tile"):
             found = region.run(part, cut, [*wholes, *given])
-        if not out:
+        first = not out
+        if first:
             dtypes = [x.dtype for x in found]
             out = [
                 _wide(x) if at is None else at.empty(x, place.stop - place.start, total)
                 for x, at in zip(found, dims, strict=True)
             ]
-        elif place.start:
-            for x, at, into in zip(found, dims, out, strict=True):
-                if at is None:
-                    into += x
-        for x, at, into in zip(found, dims, out, strict=True):
-            if at is not None:
-                at.write(into, x, place.start, place.stop)
+        _put(found, out, dims, place, add=not first)
         del found
     return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]
+
+
+def _put(
+    found: Sequence[Tensor], out: Sequence[Tensor], dims: Sequence[RowDim | None], place: slice, *, add: bool
+) -> None:
+    """Write a tile's rows into their place among all, and add what has none to the tiles before. A function of its
+    own, behind which no name holds a gradient of a weight while the next tile runs."""
+    for x, at, into in zip(found, dims, out, strict=True):
+        if at is not None:
+            at.write(into, x, place.start, place.stop)
+        elif add:
+            into += x
 
 
 def _wide(x: Tensor) -> Tensor:

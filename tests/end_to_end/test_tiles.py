@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_rewrite as cp
-from cp_rewrite.ops.tiles import REGIONS
+from cp_rewrite.ops.tiles import REGIONS, RowDim, run_tiles
 from tests.helpers.one_process import check_or_refuse, compare
 from tests.helpers.packed_model import TOKENS, VOCAB, WIDTH, PackedModel, packed_batch
 from tests.helpers.pool import Pool
@@ -230,6 +233,24 @@ def test_narrow_models_are_left_alone() -> None:
     REGIONS.clear()
     assert check_or_refuse(PackedModel(), tile=3) is None
     assert not REGIONS
+
+
+def test_nothing_of_a_tile_is_held_while_the_next_runs() -> None:
+    """A gradient of the head is as large as the head."""
+    given = list[weakref.ref[Tensor]]()
+
+    def run(part: str, tile: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+        assert all(x() is None for x in given)
+        found = [2 * tile[0], tile[0].sum(0)]
+        given.extend(map(weakref.ref, found))
+        return found
+
+    region: Any = SimpleNamespace(run=run, row_dims=(RowDim(0),), result_dims=(RowDim(0), None), chunks=0)
+    x = torch.arange(20.0).view(10, 2)
+    twice, total = run_tiles(region, [x], [], 3)
+    assert len(given) == 2 * 4
+    assert twice.equal(2 * x)
+    assert total.equal(x.sum(0))
 
 
 class Returned(Wide):

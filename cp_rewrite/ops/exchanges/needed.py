@@ -77,7 +77,9 @@ def return_rows(
     own, foreign = partial.split([size, sum(recv)])
     with nvtx("exchange_backward"):
         returned = all_to_all_rows(foreign, send, recv, group)
-    return local_rows.sum_rows(torch.cat([own, returned]), return_ptr, return_rows, size)
+    both = torch.cat([own, returned])
+    del partial, own, foreign, returned  # as large as what follows
+    return local_rows.sum_rows(both, return_ptr, return_rows, size)
 
 
 @return_rows.register_fake
