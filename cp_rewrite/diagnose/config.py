@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_rewrite.experts.layers import check_size
 from cp_rewrite.packing import PositionIds
-from cp_rewrite.planning.cost.memory import Memory, Needs, Share, Way, amount, predict, ways
+from cp_rewrite.planning.cost.memory import NEWER_TORCH, Memory, Share, Way, amount, predict, ways
 from cp_rewrite.sharding import Sharding
 
 from .explain import Report, explain
@@ -88,7 +89,10 @@ def fit_of(
     needs = target.needs.checkpointed() if checkpointed else target.needs
     needs = needs.of_loss() if loss_alone else needs
     share = replace(target.share(data_parallel), on_host=offload, experts=experts)
-    _check_experts(needs, share)
+    check_size(experts, share.ranks, offload)
+    if experts > 1 and (not needs.experts or needs.experts % experts):
+        has = needs.experts or "none"
+        raise ValueError(f"experts={experts} must divide a layer's experts that ranks can share: the model has {has}")
     room = target.room
     tried: list[tuple[str, Memory]] = []
     for way in ways(needs, share, node=target.ranks_per_node):
@@ -96,20 +100,6 @@ def fit_of(
         if way.memory.peak <= room:
             break
     return Fit(target, predict(needs, share), share.ranks, tuple(tried))
-
-
-def _check_experts(needs: Needs, share: Share) -> None:
-    if share.experts == 1:
-        return
-    if not needs.experts:
-        raise ValueError(f"experts={share.experts}: the model has no layers of experts that ranks can share")
-    if share.experts < 1 or needs.experts % share.experts or share.ranks % share.experts:
-        raise ValueError(
-            f"experts={share.experts} must divide the {share.ranks} ranks that weights are sharded over, and the "
-            f"{needs.experts} experts of each layer"
-        )
-    if "weights" in share.on_host:
-        raise ValueError("experts that ranks share stay on their device: leave 'weights' out of offload")
 
 
 @dataclass(frozen=True)
@@ -183,7 +173,8 @@ class Recipe:
             f'sharding = cp.Sharding(mesh["cp"], tokens, cp.PositionIds("position_ids"){tile})',
             *(['model.gradient_checkpointing_enable({"use_reentrant": False})'] if self.checkpointed else []),
             "half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
-            f"model = cp.parallelize(model, mesh, sharding, mp_policy=half{more})",
+            f"model = cp.parallelize(model, mesh, sharding, mp_policy=half{more})"
+            + f"  # with {NEWER_TORCH}" * (1 < share.experts < share.ranks),
         ]
         return "\n".join(lines)
 

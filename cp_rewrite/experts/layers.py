@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -119,12 +119,16 @@ class SharedExperts:
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, size: int) -> None:
-        """`mesh`: of one dim.
+        """`mesh`: of one dim. `size`: more than one, of which `check_size` knows nothing bad.
 
         Raises:
-            TypeError, ValueError: what stands against it, before anything is changed.
+            ValueError: what stands against it, in the model and in this torch, before anything is changed.
         """
-        check_size(size, mesh.size())
+        if size < mesh.size() and not shards_over_some():
+            raise ValueError(
+                f"experts={size} of {mesh.size()} ranks needs FSDP that shards weights over some ranks of its mesh, "
+                f"which torch {torch.__version__} lacks (2.13 has it): share over all, experts={mesh.size()}"
+            )
         self.layers = [module for module in model.modules() if is_layer_of_experts(module)]
         if not self.layers:
             raise ValueError(f"experts={size}: {_none_found(model)}")
@@ -217,17 +221,15 @@ class _Divided(torch.autograd.Function):
         return grad / ctx.by, None
 
 
-def check_size(size: Any, ranks: int) -> None:
-    """Raise a TypeError or a ValueError where `size` of `ranks` ranks can't share experts."""
+def check_size(size: Any, ranks: int, offload: Collection[str] = ()) -> None:
+    """Raise a TypeError or a ValueError where `size` of `ranks` ranks can't share experts, whatever the model and the
+    machine. offload: what lies on the host."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"experts must be how many ranks share one set of experts, an int; got {size!r}")
     if size < 1 or ranks % size:
-        raise ValueError(f"experts={size} ranks share a set, which must divide the mesh's {ranks}")
-    if 1 < size < ranks and not shards_over_some():
-        raise ValueError(
-            f"experts={size} of {ranks} ranks needs FSDP that shards weights over some ranks of its mesh, which torch "
-            f"{torch.__version__} lacks (2.13 has it): share over all, experts={ranks}"
-        )
+        raise ValueError(f"experts={size} must divide the {ranks} ranks that weights are sharded over")
+    if size > 1 and "weights" in offload:
+        raise ValueError("experts that ranks share stay on their device: leave 'weights' out of offload")
 
 
 def is_layer_of_experts(module: Any) -> bool:

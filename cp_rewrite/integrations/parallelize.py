@@ -257,7 +257,7 @@ def parallelize(
             other weights or buffers.
     """
     _check(model, mesh, sharding, data_parallel, offload)
-    check_size(experts, mesh.size())
+    check_size(experts, mesh.size(), offload)
     turns.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
     drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
@@ -271,8 +271,6 @@ def parallelize(
         check_shared_weights(model, chosen)
         shared = SharedExperts(model, _flat(mesh), experts) if experts > 1 else None
         if shared is not None:
-            if "weights" in offload:
-                raise ValueError("experts that ranks share stay on their device: leave 'weights' out of offload")
             shared.begin()
         twin = Twin(model, device_of(sharding), policy.param_dtype, hooks=True)
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.

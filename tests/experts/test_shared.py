@@ -101,7 +101,7 @@ def on_ranks(
 
 
 def skip_unless_able(shared: int, ranks: int) -> None:
-    """`check_size` refuses by itself what a version of torch can't share."""
+    """`SharedExperts` refuses by itself what a version of torch can't share."""
     if 1 < shared < ranks and not shards_over_some():
         pytest.skip("this torch's FSDP shards weights over all ranks of a mesh")
 
@@ -320,7 +320,7 @@ def _with_gate() -> nn.Module:
 
 WORDS = {
     "count": "has 5 experts, which 2 ranks do not share evenly",
-    "ranks": "must divide the mesh's 2",
+    "ranks": "must divide the 2 ranks that weights are sharded over",
     "kind": "experts must be how many ranks",
     "none": "none is a cp.Experts",
     "own way": "Llama4TextExperts hold experts in a way of their own",

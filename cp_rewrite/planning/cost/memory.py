@@ -9,12 +9,13 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
                                 checkpointed layer those that enter it. And states at cuts of pieces, in fp32
     and the largest of
       the loss                  b R × logits per token, whose place their gradient takes; three times if returned: with
-                                them comes a gradient of zeros. With tiles those of a tile. And the gradients of the
-                                hidden states and of the head
+                                them comes a gradient of zeros. With tiles those of a tile, twice. And the gradients
+                                of the hidden states and of the head
       a layer's backward        its elements again where it is checkpointed, and the gradients of its two widest tensors
-                                and of what enters it; or of attention, with the keys of other ranks. With tiles no more
-                                of its wide tensors than a tile holds. And b bytes per parameter for the layer's
-                                gradients, 4 for those of the layer behind it, which FSDP2 sums over ranks meanwhile
+                                and of what enters it; or of attention, with the keys of other ranks or their gradients
+                                on the way home. With tiles no more of its wide tensors than a tile holds. And b bytes
+                                per parameter for the layer's gradients, 4 for those of the layer behind it, which
+                                FSDP2 sums over ranks meanwhile
       the end                   the gradients of what is in no block, in b bytes and in 4, and summed in 4 / F
 
 Without gradients of an earlier micro-batch, those of a layer come as its activations go.
@@ -31,6 +32,8 @@ from typing import Literal, NamedTuple
 from .constants import LAYERS_ON_DEVICE, TILE_BYTES, TILE_ROWS
 
 GIB = 1 << 30
+NEWER_TORCH = "torch 2.13 or newer"
+"""FSDP needs it where some of the ranks share experts, and not all."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +238,8 @@ def _at_loss(needs: Needs, share: Share) -> float:
         each = 3 * item if needs.returned else item
         return each * share.rows * logits + item * share.rows * hidden + _head(needs, share)
     rows = share.tile_rows(4 * logits)
-    # The head's gradient is summed in fp32.
-    return (4 + item) * rows * logits + item * share.rows * hidden + _head(needs, share) * (4 + item) / item
+    # A tile's logits and their gradient. The head's gradient is summed in fp32.
+    return 2 * item * rows * logits + item * share.rows * hidden + _head(needs, share) * (4 + item) / item
 
 
 def _head(needs: Needs, share: Share) -> int:
@@ -250,16 +253,18 @@ def _in_layer(layer: Layer, share: Share) -> int:
     again = layer.kept - layer.enters if layer.checkpointed else 0.0
     states = share.cuts * layer.states if layer.checkpointed else 0
     gone = layer.kept - layer.before_attention
-    # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32.
-    attention = rows * (2 * item + 4) * layer.queries + share.expanded * (item + 4) * layer.keys
-    attention += item * rows * (again - gone)
+    # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32. Behind that
+    # gradients of keys on their way home, sorted by rank in fp32, and their sums.
+    inside = rows * (2 * item + 4) * layer.queries + share.expanded * (item + 4) * layer.keys
+    behind = rows * item * layer.queries + (share.expanded * item + rows * 2 * 4) * layer.keys
+    attention = max(inside, behind) + item * rows * (again - gone)
     if share.tile is None or not layer.checkpointed or not layer.wide:
         return states + round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
     tile = share.tile_rows(item * layer.widest)
     sums = 4 * share.gathered(layer, layer.parameters)  # of gradients, in fp32
-    inside = item * tile * (layer.wide + 2 * layer.widest) + sums
+    tiled = item * tile * (layer.wide + 2 * layer.widest) + sums
     outside = item * rows * (again - layer.wide + 2 * max(layer.enters, layer.grouped))
-    return states + round(max(outside + inside, attention))
+    return states + round(max(outside + tiled, attention))
 
 
 class Way(NamedTuple):
@@ -289,7 +294,7 @@ def ways(needs: Needs, share: Share, most_ranks: int = 64, node: int | None = No
     together = math.gcd(needs.experts, node or share.ranks) if needs.experts else 1
     if together > share.experts and "weights" not in share.on_host:
         share = replace(share, experts=together)
-        yield Way(f"parallelize(experts={together})", needs, share)
+        yield Way(f"parallelize(experts={together}){f' with {NEWER_TORCH}' * (together < share.ranks)}", needs, share)
     for on_host in (("checkpoints",), ("checkpoints", "weights")):
         if {*on_host} > {*share.on_host} and (len(needs.layers) > LAYERS_ON_DEVICE or "weights" in on_host):
             apart = share.experts > 1 and "weights" in on_host  # of which these are none
