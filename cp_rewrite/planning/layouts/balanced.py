@@ -5,6 +5,9 @@ documents  ──  slices  ──  halved; over few ranks in variants  ──┐
 simple layouts with equal tokens per rank  ──────────────────────┘
                                                                  └──  each rank's own order: home pieces first
 
+The search is as long as what it may save: in rows of few tokens a rank attention is a small part of a layer, and simple
+layouts alone are compared; in longer ones documents are halved once, and in long ones in variants.
+
 Lower bounds of what a token order costs, without its schedule: most simple layouts need not be weighed further.
 """
 
@@ -148,9 +151,11 @@ VARIANTS = Whole(), Whole(least=0.03), Whole((0, 0, 0))
 """Ways to halve few ranks, of which the best counts; many are halved in the first alone."""
 LOST = 0.01
 """Share of its rows that a rank receives, or imbalance, above which it is tried to leave documents whole."""
-FEW_RANKS, FEW_SLICES, SHORT = 8, 512, 512
-"""Ranks and slices, at most, and tokens of a rank, at least, for which all ways are tried. More take longer; in shorter
-rows a row of tiles is so much of a rank's work that none balances."""
+FEW_RANKS, FEW_SLICES = 8, 512
+"""Ranks and slices, at most, for which all ways are tried: more take longer."""
+SIMPLE, ONCE = 1024, 4096
+"""Tokens of a rank up to which simple layouts alone are compared, or on one node documents are halved once, none left
+whole. A layer of 8,192 columns then takes some 12 or 50 ms: what a longer search saves is below 2 % of it."""
 MOST_RUNS = 1 << 17
 """Runs of keys, over all pieces, up to which a simple layout is weighed: some milliseconds."""
 
@@ -261,8 +266,11 @@ def balanced(documents: Documents, world_size: int, mask: PackedMask, options: L
     chunks, more = divmod(-(-documents.total // unit), world_size)
     quotas = [(chunks + (r < more)) * unit for r in range(world_size)]
     judge = Judge(Bounds(documents, mask), options, world_size, options.node_size(world_size))
-    slices = judge.bounds.slices if unit == 1 else Slices.of_row(documents, mask, unit)
-    best = _best_shared_out(slices, quotas, judge)
+    if quotas[0] <= SIMPLE:
+        best = judge.weigh(even_contiguous(documents.total, world_size, unit))
+    else:
+        slices = judge.bounds.slices if unit == 1 else Slices.of_row(documents, mask, unit)
+        best = _best_shared_out(slices, quotas, judge)
     for order in _simple_orders(documents, world_size, unit):
         best = judge.cheaper(order, best)
     return best.order if unit > 1 else _home_first(best.order, best.schedule)
@@ -294,7 +302,9 @@ def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
 
 def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
     """The best of the variants, and of whole documents."""
-    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES or quotas[0] <= SHORT:
+    if quotas[0] <= ONCE and judge.node_size == len(quotas):
+        return _best_by_halves(slices, quotas, judge, VARIANTS[-1:])
+    if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES:
         return _best_by_halves(slices, quotas, judge, VARIANTS[:1])
     best = _best_by_halves(slices, quotas, judge, VARIANTS)
     ranks = share_out_whole(slices, quotas) if best.lost > LOST else None
