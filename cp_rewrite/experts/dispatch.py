@@ -25,11 +25,11 @@ sent, R received; M (row, choice) pairs are of experts here.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
+from cp_rewrite.kernels import choices
 from cp_rewrite.kernels import rows as row_kernels
 from cp_rewrite.kernels.cuda import nvtx
 from cp_rewrite.ops.exchanges.needed import all_to_all_rows
@@ -55,7 +56,7 @@ _ops: Any = torch.ops.cp_rewrite
 def experts(
     x: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None, gate: str, transposed: bool, group: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(N, C): for each token the sum over its choices of weight · down(gate(up(x))), in x's dtype; and what the
     backward reads, each `hidden`.
 
@@ -66,33 +67,35 @@ def experts(
         up_bias, down_bias: (e, G) and (e, C).
         gate: of `GATES`. group: of `GROUPS`, whose ranks share experts; "": this rank owns all.
     """
-    way = Dispatch(chosen, weight, up.shape[0], group)
+    way, packed = Dispatch.of(chosen, weight, up.shape[0], group)
     rows = way.go(x)
-    products = _Products(way, transposed, up, down, up_bias, down_bias, x.dtype)
+    pairs = Pairs.of(packed, way)
+    products = _Products(pairs, transposed, up, down, up_bias, down_bias, x.dtype)
     first = products.first(rows)
-    out = way.home(products.second(first, gate)).to(x.dtype)
-    return out, *map(hidden, (torch.tensor(way.known, device="cpu"), way.came, rows, first))
+    out = way.home(products.second(first, gate))
+    known, places = torch.tensor(way.known, device="cpu"), torch.cat([*way.places, *pairs.places])
+    return out, *map(hidden, (known, places, pairs.weight, rows, first))
 
 
 @experts.register_fake
 def _(x: Tensor, chosen: Tensor, weight: Tensor, *_: Any) -> Any:
-    came = weight.new_empty(1, dtype=_wide(weight))
-    return x.new_empty(x.shape), torch.empty(1, dtype=torch.int64, device="cpu"), came, x.new_empty(1), x.new_empty(1)
+    known, places = torch.empty(1, dtype=torch.int64, device="cpu"), chosen.new_empty(1, dtype=torch.int32)
+    return x.new_empty(x.shape), known, places, weight.new_empty(1, dtype=_wide(weight)), x.new_empty(1), x.new_empty(1)
 
 
 @custom_op("cp_rewrite::experts_backward", mutates_args=())
 def experts_backward(
     grad: Tensor, chosen: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None, gate: str, transposed: bool, group: str, known: Tensor, came: Tensor, rows: Tensor,
-    first: Tensor,
+    down_bias: Tensor | None, gate: str, transposed: bool, group: str, known: Tensor, places: Tensor, weights: Tensor,
+    rows: Tensor, first: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, weight, up, down and the biases that there are. Those of experts are sums over the tokens of all
-    ranks of the group. known, came, rows, first: as `experts` gave them."""
-    way = Dispatch(chosen, weight, up.shape[0], group, shown(known, -1).tolist(), came)
-    products = _Products(way, transposed, up, down, up_bias, down_bias, grad.dtype)
+    ranks of the group. known, places, weights, rows, first: as `experts` gave them."""
+    way, pairs = _kept(chosen, up.shape[0], group, shown(known, -1).tolist(), places, weights)
+    products = _Products(pairs, transposed, up, down, up_bias, down_bias, grad.dtype)
     rows, first = shown(rows, sum(way.recv), grad.shape[1]), shown(first, products.size, products.up.shape[2])
     dx, dweight, *others = products.backward(rows, first, way.go(grad), gate)
-    return [way.home(dx).to(grad.dtype), way.home_by_choice(dweight).to(weight.dtype), *others]
+    return [way.home(dx), way.home_by_choice(dweight).to(weight.dtype), *others]
 
 
 @experts_backward.register_fake
@@ -129,64 +132,52 @@ def shown(x: Tensor, *shape: int) -> Tensor:
 
 
 class Dispatch:
-    """Destinations of a rank's tokens, and what came.
+    """Destinations of a rank's tokens.
 
-    send, recv: rows to and from each rank. token: (S,) of each row sent. at: (N, P) the row sent for a token to a rank,
-    -1 for none; owner: (N, k) the rank of a choice, P for none.
-    came: (R, 2 k) of received rows their choices, `ids` (R, k), e where one is not of this rank; and `weight` (R, k) of
-    these, 0 there. sizes: pairs of each expert of this rank.
+    known: send, recv and sizes, on the host: rows to and from each rank, and pairs of each expert of this rank.
+    at: (N, P) the row sent for a token to a rank, -1 for none. token: (S,) of each row sent. ends: (e,) of the pairs of
+        each expert. All int32.
     """
 
     def __init__(
-        self, chosen: Tensor, weight: Tensor, own: int, group: str, known: list[int] | None = None,
-        came: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """`known`, `came`: of the same call's forward; None: ranks tell each other."""
-        self.own, (self.group, self.ranks) = own, GROUPS[group] if group else ("", 1)
-        (N, k), chosen = chosen.shape, chosen.long()
-        there = (chosen >= 0) & (chosen < own * self.ranks)
-        self.owner = torch.where(there, chosen // own, self.ranks)
-        hit = chosen.new_zeros(N, self.ranks + 1, dtype=torch.bool).scatter_(1, self.owner, True)[:, : self.ranks]
-        if known is None:
-            pairs = _counts(torch.where(there, chosen, own * self.ranks).flatten(), own * self.ranks)
-            sent = hit.sum(0)  # to all ranks, which each is told, beside those to itself
-            counts = torch.cat([sent[:, None], pairs.view(self.ranks, own), sent.expand(self.ranks, -1)], 1)
-            got = counts if not self.group else _all_to_all(counts, [1] * self.ranks, [1] * self.ranks, self.group)
-            told: list[int] = torch.cat([sent, got[:, 0], got[:, 1:].sum(0)]).tolist()  # the one wait for the device
-            known = told[: -self.ranks]
-            LOADS.append(told[-self.ranks :])
-        self.known: Any = known
-        """send, recv and sizes."""
-        self.send, self.recv, self.sizes = (self.known[i:j] for i, j in _spans(self.ranks, self.ranks, own))
-        S = sum(self.send)
-        flat = hit.T.reshape(-1)
-        place = torch.where(flat, flat.cumsum(0) - 1, S)
-        self.token = place.new_empty(S + 1).scatter_(0, place, _count(self.ranks * N, place) % max(N, 1))[:S]
-        self.at = torch.where(hit, place.view(self.ranks, N).T, -1)
-        if came is None:
-            here = torch.repeat_interleave(_count(self.ranks, place), hit.sum(0), output_size=S)[:, None]
-            mine = self.owner[self.token] == here
-            ids = torch.where(mine, chosen[self.token] - here * own, own).to(_wide(weight))
-            weights = torch.where(mine, weight[self.token], 0).to(_wide(weight))
-            self.came = self.exchange(torch.cat([ids, weights], 1))
-        else:
-            self.came = shown(came, sum(self.recv), 2 * k)
-        self.ids, self.weight = self.came[:, :k].long(), self.came[:, k:]
+        self, chosen: Tensor, own: int, group: str, known: list[int], at: Tensor, token: Tensor, ends: Tensor
+    ) -> None:
+        self.chosen, self.own, (self.group, self.ranks) = chosen, own, GROUPS[group] if group else ("", 1)
+        self.known, self.at, self.ends = known, at, ends
+        self.send, self.recv, self.sizes = (known[i:j] for i, j in _spans(self.ranks, self.ranks, own))
+        self.token = token[: sum(self.send)]
+
+    @classmethod
+    def of(cls, chosen: Tensor, weight: Tensor, own: int, group: str) -> tuple[Dispatch, Tensor]:
+        """The way of tokens; and of the rows that came, (R, 2 k), their choices and weights as `choices.route` packs
+        them. All that needs no sizes is enqueued before the host waits for them, once."""
+        name, ranks = GROUPS[group] if group else ("", 1)
+        chosen = chosen.long()
+        counts, at, token, packed = choices.route(chosen, weight.to(_wide(weight)), own, ranks)
+        got = _all_to_all(counts, [1] * ranks, [1] * ranks, name) if name else counts
+        sums = got[:, 1:].sum(0)  # pairs of experts here, and rows that each rank gets
+        ends = sums[:own].cumsum(0, dtype=torch.int32)
+        told: list[int] = torch.cat([counts[:, 0], got[:, 0], sums]).tolist()  # the one wait for the device
+        LOADS.append(told[-ranks:])
+        way = cls(chosen, own, group, told[:-ranks], at, token, ends)
+        return way, way.exchange(packed[: sum(way.send)])
+
+    @property
+    def places(self) -> list[Tensor]:
+        """All that the device knows of it."""
+        return [self.at.flatten(), self.token, self.ends]
 
     def go(self, x: Tensor) -> Tensor:
         """(R, …) what ranks sent, by rank, of rows (N, …)."""
-        return self.exchange(row_kernels.gather_rows(x.contiguous(), self.token.int()))
+        return self.exchange(row_kernels.gather_rows(x.contiguous(), self.token))
 
     def home(self, rows: Tensor) -> Tensor:
-        """(N, C): of each token the sum of what comes back, rank after rank. rows: (R, C)."""
-        return add_listed(self.exchange(rows, back=True), self.at, sum(self.send))
+        """(N, C): of each token the sum of what comes back, rank after rank, in the dtype of `rows` (R, C)."""
+        return choices.add_listed(self.exchange(rows, back=True), self.at)
 
     def home_by_choice(self, rows: Tensor) -> Tensor:
         """(N, k): what comes back for each choice. rows: (R, k)."""
-        found = self.exchange(rows, back=True)
-        at = F.pad(self.at, (0, 1), value=-1).gather(1, self.owner)  # the row of each choice
-        found = torch.cat([found, found.new_zeros(1, found.shape[1])])
-        return found.gather(0, torch.where(at < 0, found.shape[0] - 1, at))
+        return choices.pick(self.exchange(rows, back=True), self.at, self.chosen, self.own)
 
     def exchange(self, x: Tensor, back: bool = False) -> Tensor:
         if not self.group:
@@ -195,28 +186,60 @@ class Dispatch:
         return _all_to_all(x, recv, send, self.group)
 
 
-class _Products:
-    """The pairs of received rows and experts here, sorted by expert, and the products over them.
+class Pairs(NamedTuple):
+    """The pairs of received rows and experts here, sorted by expert.
 
-    row: (M,) the received row of each pair. at: (R, k) the pair of a row's choice, -1 for none.
-    weight: (M, 1). expert: (M,).
+    row: (M,) the received row of each pair. at: (R, k) the pair of a row's choice, -1 for none. weight: (M, 1).
+    ends: (e,) of each expert's pairs. sizes: pairs of each expert, on the host.
     """
 
+    row: Tensor
+    at: Tensor
+    weight: Tensor
+    ends: Tensor
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, packed: Tensor, way: Dispatch) -> Pairs:
+        """Those of the rows that came."""
+        row, weight, at = choices.sort(packed, way.ends, sum(way.sizes))
+        return cls(row, at, weight, way.ends, way.sizes)
+
+    @property
+    def places(self) -> list[Tensor]:
+        return [self.row, self.at.flatten()]
+
+
+def _kept(
+    chosen: Tensor, own: int, group: str, known: list[int], places: Tensor, weights: Tensor
+) -> tuple[Dispatch, Pairs]:
+    """Both, as the forward's were: of the places that it kept, and the weights of pairs."""
+    (N, k), ranks = chosen.shape, GROUPS[group][1] if group else 1
+    S, R, M = (sum(known[i:j]) for i, j in _spans(ranks, ranks, own))
+    sizes = [N * ranks, S, own, M, R * k]
+    at, token, ends, row, at_pairs = shown(places, sum(sizes)).split(sizes)
+    way = Dispatch(chosen.long(), own, group, known, at.view(N, ranks), token, ends)
+    return way, Pairs(row, at_pairs.view(R, k), shown(weights, M, 1), ends, way.sizes)
+
+
+class _Products:
+    """The products over pairs, expert by expert."""
+
     def __init__(
-        self, way: Dispatch, transposed: bool, up: Tensor, down: Tensor, up_bias: Tensor | None,
+        self, pairs: Pairs, transposed: bool, up: Tensor, down: Tensor, up_bias: Tensor | None,
         down_bias: Tensor | None, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.given = [up, down, *(bias for bias in (up_bias, down_bias) if bias is not None)]
         # (e, C, G) and (e, F, C)
         self.up, self.down = (w.to(dtype) if transposed else w.to(dtype).transpose(1, 2) for w in (up, down))
         self.up_bias, self.down_bias, self.transposed = up_bias, down_bias, transposed
-        self.sizes, self.size = way.sizes, sum(way.sizes)
-        ends = torch.tensor(list(itertools.accumulate(way.sizes)), dtype=torch.int32, device="cpu")
-        self.ends = ends.to(way.ids.device, non_blocking=True)
-        flat, k = way.ids.flatten(), way.ids.shape[1]
-        order = flat.argsort(stable=True)[: self.size]
-        self.row, self.expert, self.weight = order // k, flat[order], way.weight.flatten()[order][:, None]
-        self.at = flat.new_full(flat.shape, -1).scatter_(0, order, _count(self.size, flat)).view(way.ids.shape)
+        self.row, self.at, self.weight, self.ends, self.sizes = pairs
+        self.size = sum(self.sizes)
+
+    @cached_property
+    def expert(self) -> Tensor:
+        """(M,) of each pair."""
+        return torch.searchsorted(self.ends, torch.arange(self.size, device=self.ends.device), right=True)
 
     def first(self, rows: Tensor) -> Tensor:
         """(M, G): what the first product gives of received rows (R, C)."""
@@ -228,7 +251,7 @@ class _Products:
         y = self._grouped(gates.weighed(gate, first, self.weight), self.down)
         if self.down_bias is not None:
             y = y + (self.down_bias[self.expert] * self.weight).to(y.dtype)
-        return self._added(y).to(first.dtype)
+        return self._added(y)
 
     def backward(self, rows: Tensor, first: Tensor, grads: Tensor, gate: str) -> list[Tensor]:
         """Gradients of received rows, of the weights of their choices, and of what is `given`. grads: (R, C).
@@ -253,17 +276,16 @@ class _Products:
         del x
         dx = self._grouped(dfirst, self.up.transpose(1, 2))
         del dfirst
-        at = torch.where(self.at < 0, self.size, self.at)
-        dweight = torch.cat([dweight[:, 0], dweight.new_zeros(1)])[at]
+        dweight = choices.add_listed(dweight, self.at.view(-1, 1)).view(self.at.shape)
         found = [g.to(p.dtype).contiguous() for g, p in zip([dup, ddown, *biases], self.given, strict=True)]
-        return [self._added(dx).to(rows.dtype), dweight, *found]
+        return [self._added(dx), dweight, *found]
 
     def _picked(self, rows: Tensor) -> Tensor:
-        return row_kernels.gather_rows(rows, self.row.int())
+        return row_kernels.gather_rows(rows, self.row)
 
     def _added(self, pairs: Tensor) -> Tensor:
-        """(R, C): of each row the sum of its pairs, choice after choice."""
-        return add_listed(pairs, self.at, self.size)
+        """(R, C): of each row the sum of its pairs, choice after choice, in their dtype."""
+        return choices.add_listed(pairs, self.at)
 
     def _grouped(self, x: Tensor, weight: Tensor) -> Tensor:
         """(M, B): each pair's row (M, A) times the matrix of its expert, of (e, A, B)."""
@@ -290,17 +312,6 @@ class _Products:
         return torch.stack([part.sum(0) for part in rows.split(self.sizes)])
 
 
-def add_listed(rows: Tensor, at: Tensor, total: int) -> Tensor:
-    """(n, C) in fp32 (fp64 for fp64): the sum of `rows` at each of `at` (n, m), in that order; -1 is none. `total`: how
-    many are not -1."""
-    n, there = at.shape[0], (at >= 0).flatten()
-    place = torch.where(there, there.cumsum(0) - 1, total)
-    listed = place.new_empty(total + 1).scatter_(0, place, at.flatten())[:total]
-    ptr = 2 * n + F.pad((at >= 0).sum(1).cumsum(0), (1, 0))
-    lists = torch.cat([place.new_full((2 * n,), -1), listed]).int()
-    return row_kernels.sum_rows(rows, ptr.int(), lists)
-
-
 def _has_grouped(a: Tensor, b: Tensor) -> bool:
     aligned = all(size % 8 == 0 for t in (a, b) for size in t.shape[1:])
     return a.is_cuda and a.dtype is torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
@@ -309,15 +320,6 @@ def _has_grouped(a: Tensor, b: Tensor) -> bool:
 def _wide(weight: Tensor) -> torch.dtype:
     """The dtype in which weights travel, and the numbers of experts beside them."""
     return torch.promote_types(weight.dtype, torch.float32)
-
-
-def _counts(values: Tensor, bins: int) -> Tensor:
-    """(bins,) int64: how many values are 0, 1, …; `bins` itself is not counted."""
-    return values.new_zeros(bins + 1).scatter_add_(0, values, torch.ones_like(values))[:bins]
-
-
-def _count(size: int, like: Tensor) -> Tensor:
-    return torch.arange(size, device=like.device)
 
 
 def _spans(*sizes: int) -> list[tuple[int, int]]:
@@ -332,7 +334,7 @@ def _all_to_all(x: Tensor, recv: Sequence[int], send: Sequence[int], group: str)
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x = bind(_ops.experts.default, inputs)
-    x.known, x.came, x.rows, x.first = output[1:]
+    x.known, x.places, x.weights, x.rows, x.first = output[1:]
     ctx.mark_non_differentiable(*output[1:])
     del x.x
     keep(ctx, **vars(x))

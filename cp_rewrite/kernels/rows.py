@@ -20,18 +20,19 @@ _THREADS = 256
 
 
 @cache
-def _compiled() -> bool:
+def compiled() -> bool:
+    """Whether the kernels of `csrc/` run here."""
     return not cuda.reasons()
 
 
 def gather_rows(src_NC: Tensor, rows_E: Tensor) -> Tensor:
     """(E, C): row `rows_E[i]` of `src_NC`; `rows_E` (E,) int32. `src_NC` may have gaps between its rows."""
-    if not (src_NC.is_cuda and _compiled()):
+    if not (src_NC.is_cuda and compiled()):
         return src_NC.index_select(0, rows_E)
     src_NC = src_NC if src_NC.stride(1) == 1 else src_NC.contiguous()
     size, columns = rows_E.shape[0], src_NC.shape[1]
     row_bytes, stride = columns * src_NC.element_size(), src_NC.stride(0) * src_NC.element_size()
-    access = _access(row_bytes, stride, src_NC.data_ptr())
+    access = widest_access(row_bytes, stride, src_NC.data_ptr())
     out = src_NC.new_empty(size, columns)
     if out.numel() == 0 or access == 0:
         return src_NC.index_select(0, rows_E)
@@ -60,8 +61,8 @@ def sum_rows(x_EC: Tensor, ptr: Tensor, rows: Tensor) -> Tensor:
     """
     x_EC = x_EC.contiguous()
     columns = x_EC.shape[1]
-    access = _access(columns * x_EC.element_size(), x_EC.data_ptr())
-    if not (x_EC.is_cuda and _compiled()) or x_EC.dtype not in cuda.DTYPES or access < x_EC.element_size():
+    access = widest_access(columns * x_EC.element_size(), x_EC.data_ptr())
+    if not (x_EC.is_cuda and compiled()) or x_EC.dtype not in cuda.DTYPES or access < x_EC.element_size():
         return reference.sum_rows(x_EC, ptr, rows)
     # Vectors of fewer than 16 bytes are stored element by element: one element at a time then.
     access = access if access == 16 else x_EC.element_size()
@@ -91,10 +92,10 @@ def zero_gaps(out_RHD: Tensor, lse_HR: Tensor | None, cu_seqlens_q: Tensor, cu_s
     """In place: rows of entries without a key become exact zeros, and -inf in lse (Hq, R) when it is given."""
     entries = cu_seqlens_q.shape[0] - 1
     row_bytes = out_RHD.shape[1:].numel() * out_RHD.element_size()
-    access = _access(row_bytes, out_RHD.data_ptr())
+    access = widest_access(row_bytes, out_RHD.data_ptr())
     if out_RHD.numel() == 0:
         return
-    if not (out_RHD.is_cuda and _compiled()) or access == 0 or not out_RHD.is_contiguous():
+    if not (out_RHD.is_cuda and compiled()) or access == 0 or not out_RHD.is_contiguous():
         lengths = cu_seqlens_q.diff().long()
         gap = torch.repeat_interleave(cu_seqlens_k.diff() == 0, lengths, output_size=out_RHD.shape[0])
         out_RHD.masked_fill_(gap.view(-1, *[1] * (out_RHD.ndim - 1)), 0)
@@ -128,8 +129,8 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor) -> tuple[Tensor, Tensor]:
     """
     steps, rows, heads, dim = outs_SRHD.shape
     outs_SRHD, lses_SHR = outs_SRHD.contiguous(), lses_SHR.contiguous()
-    access = 16 if _access(dim * outs_SRHD.element_size(), outs_SRHD.data_ptr()) == 16 else 4
-    ready = outs_SRHD.is_cuda and _compiled() and outs_SRHD.dtype == torch.float32
+    access = 16 if widest_access(dim * outs_SRHD.element_size(), outs_SRHD.data_ptr()) == 16 else 4
+    ready = outs_SRHD.is_cuda and compiled() and outs_SRHD.dtype == torch.float32
     if not ready or outs_SRHD.numel() == 0:
         return _merge_steps_torch(outs_SRHD, lses_SHR)
     out = outs_SRHD.new_empty(rows, heads, dim)
@@ -153,7 +154,7 @@ def merge_steps(outs_SRHD: Tensor, lses_SHR: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _access(*sizes: int) -> int:
+def widest_access(*sizes: int) -> int:
     """The widest load and store, in bytes, that divides all sizes and addresses; 0: not even 2 bytes."""
     return next((n for n in (16, 8, 4, 2) if all(size % n == 0 for size in sizes)), 0)
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_rewrite.experts import dispatch, gates
 from cp_rewrite.experts.dispatch import Dispatch, join_group
+from cp_rewrite.kernels import choices
 from tests.helpers.pool import Pool
 
 E, C, F, K = 12, 5, 3, 3
@@ -176,7 +177,7 @@ def _skip_a_sum(patch: pytest.MonkeyPatch) -> None:
 
     def home(self: Any, rows: Tensor) -> Tensor:
         first = torch.where((self.at >= 0).cumsum(1) == 1, self.at, -1)
-        return dispatch.add_listed(self.exchange(rows, back=True), first, int((first >= 0).sum()))
+        return choices.add_listed(self.exchange(rows, back=True), first)
 
     patch.setattr(Dispatch, "home", home)
 
@@ -186,41 +187,35 @@ def _skip_pairs(patch: pytest.MonkeyPatch) -> None:
 
     def added(self: Any, pairs: Tensor) -> Tensor:
         last = torch.where((self.at >= 0).flip(1).cumsum(1).flip(1) == 1, self.at, -1)
-        return dispatch.add_listed(pairs, last, int((last >= 0).sum()))
+        return choices.add_listed(pairs, last)
 
     patch.setattr(dispatch._Products, "_added", added)
 
 
 def _swap_owners(patch: pytest.MonkeyPatch) -> None:
     """Ranks are taken in the other order."""
-    plain = Dispatch.__init__
+    route, pick = choices.route, choices.pick
 
-    def init(self: Any, chosen: Tensor, weight: Tensor, own: int, group: str, *more: Any) -> None:
-        ranks = dispatch.GROUPS[group][1]
+    def swapped(chosen: Tensor, own: int, ranks: int) -> Tensor:
         there = (chosen >= 0) & (chosen < own * ranks)
-        plain(
-            self,
-            torch.where(there, chosen % own + (ranks - 1 - chosen // own) * own, chosen),
-            weight,
-            own,
-            group,
-            *more,
-        )
+        return torch.where(there, chosen % own + (ranks - 1 - chosen // own) * own, chosen)
 
-    patch.setattr(Dispatch, "__init__", init)
+    patch.setattr(choices, "route", lambda c, weight, own, ranks: route(swapped(c, own, ranks), weight, own, ranks))
+    patch.setattr(choices, "pick", lambda x, at, c, own: pick(x, at, swapped(c, own, at.shape[1]), own))
 
 
 def _weights_of_others(patch: pytest.MonkeyPatch) -> None:
     """Choices of other ranks are sent as this one's last, with their weights."""
-    plain = Dispatch.exchange
+    plain = choices.route
 
-    def exchange(self: Any, x: Tensor, back: bool = False) -> Tensor:
-        if not back and not hasattr(self, "came") and x.shape[1] == 2 * K:
-            ids = torch.where(x[:, :K] == self.own, self.own - 1, x[:, :K])
-            x = torch.cat([ids, torch.where(x[:, K:] == 0, 1.0, x[:, K:])], 1)
-        return plain(self, x, back)
+    def route(chosen: Tensor, weight: Tensor, own: int, ranks: int) -> choices.Routed:
+        routed = plain(chosen, weight, own, ranks)
+        ids, bits = routed.packed.chunk(2, 1)
+        one = torch.ones_like(weight[:1, :1]).view(bits.dtype)
+        packed = torch.cat([torch.where(ids == own, own - 1, ids), torch.where(bits == 0, one, bits)], 1)
+        return routed._replace(packed=packed)
 
-    patch.setattr(Dispatch, "exchange", exchange)
+    patch.setattr(choices, "route", route)
 
 
 def _weights_not_masked_home(patch: pytest.MonkeyPatch) -> None:
