@@ -71,7 +71,7 @@ class Trial:
     verdict: str | None = None
 
     def open_jobs(self) -> list[Job]:
-        """What may start now: jobs with a pool when all others have passed."""
+        """Jobs that may start now: those with a pool when all others have passed."""
         plain = [job for job in self.left if not job.pool]
         if plain or any(not run.job.pool for run in self.running):
             return plain

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, functions, fields, exchanges and layouts. test_pages.py runs their code."""
+"""All that the documents name is there: files, functions, fields, exchanges, layouts. test_pages.py runs their code."""
 
 from __future__ import annotations
 

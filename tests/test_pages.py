@@ -155,7 +155,7 @@ def plans(names: Names) -> None:
 
 
 def hybrid_plans(names: Names) -> None:
-    """What the page's comment says of both plans."""
+    """Check what the page's comment says of both plans."""
     model: Any = {"heads": (16, 2), "head_dim": 256}
     both, attention = (cp.plan([8192], 2, states=states, **model).rank_of for states in (names["states"], None))
     assert both.tolist() == [0] * 4096 + [1] * 4096

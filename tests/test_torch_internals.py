@@ -103,7 +103,7 @@ def test_what_is_used_as_it_is_is_there(path: str) -> None:
 
 
 def private_imports(file: Path) -> list[str]:
-    """What a file imports from torch that is private by its name."""
+    """Imports of a file from torch that are private by name."""
     found: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -463,7 +463,7 @@ def _note_values(context: Any) -> None:
 
 @canary("comptime", "batch.encoders")
 def test_values_are_found_while_they_are_traced() -> None:
-    """Of a dict of inputs and constants; not of one with a tensor that the traced code made."""
+    """A dict of inputs and constants is found; not one with a tensor that the traced code made."""
 
     def model(x: Tensor, y: Tensor) -> Tensor:
         given = {"left": y + 1, "x": x, "words": ("a", 2), "none": None}

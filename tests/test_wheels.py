@@ -1,4 +1,4 @@
-"""What pip takes for the extras of GPUs, as docs/reference/install.md says it."""
+"""Packages that pip takes for the extras of GPUs, as docs/reference/install.md says it."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_a_batch_that_failed_on_all_ranks_is_behind_them(pool: Pool) -> None:
 
 
 def late_on(mesh: DeviceMesh) -> str:
-    """What a rank prints whose last other comes after 5 seconds, of which it waits 3 in silence."""
+    """The text that each rank prints when the last rank comes after 5 seconds, of which others wait 3 in silence."""
     sharding = cp.Sharding(mesh, {"x": 1, "position_ids": 1}, cp.PositionIds("position_ids"))
     printed = io.StringIO()
     with sharding.shard(batch_of([5, 11])):

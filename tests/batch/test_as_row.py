@@ -1,4 +1,4 @@
-"""What `shard` hands over: this rank's tokens to user code, a tensor as long as the row to Dynamo."""
+"""Tensors of `shard` are this rank's tokens to user code, and as long as the row to Dynamo."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def with_given() -> tuple[WithGiven, dict[str, Tensor]]:
 
 
 def gradients_under(mesh: DeviceMesh, data_parallel: Any) -> tuple[Tensor, Tensor]:
-    """Of embeddings that are handed in, and of the model's own table."""
+    """Gradients of embeddings that are handed in, and of the model's own table."""
     model, batch = with_given()
     sharding = cp.Sharding(mesh, {**TOKENS, "given": 1}, cp.DocumentIds("doc_ids"), inner="eager")
     parallel = cp.parallelize(model, mesh, sharding, data_parallel=data_parallel)

@@ -1,4 +1,4 @@
-"""What a caller does to a batch between `shard` and the model: it counts, or it is an error."""
+"""Edits of a batch between `shard` and the model count, or are an error."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ OF_ONE_RANK: tuple[Edit, ...] = (
 
 
 def errors_of(mesh: DeviceMesh) -> list[str]:
-    """Of calls that are none of the batch's, between two that are."""
+    """The error, or "", of each call: some that get other tensors than the batch's, between two that do not."""
     sharding = cp.Sharding(mesh, TOKENS, cp.DocumentIds("doc_ids"), inner="eager")
     torch._dynamo.reset()
     compiled = torch.compile(Edited(), backend=cp.backend(sharding), fullgraph=True, dynamic=True)
@@ -229,7 +229,7 @@ def test_fill_names_arguments_with_tokens() -> None:
 
 
 def warnings_of(mesh: DeviceMesh) -> list[list[str]]:
-    """Of a block in which the plain model is called, and of one in which the compiled one is."""
+    """Warnings of a block that calls the plain model, and of one that calls the compiled model."""
     sharding = cp.Sharding(mesh, {"x": 1}, cp.WholeRows(), inner="eager")
     torch._dynamo.reset()
 

@@ -1,4 +1,4 @@
-"""What ranks did since they last compared something: a late rank is in step, one that did something else is named."""
+"""Ranks that did something else than others since they last compared are named; a late rank is in step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_a_rank_did_that_left_a_batch_with_an_error_is_compared_with_nothin
 
 
 class Step:
-    """What the loops below do, on one rank."""
+    """One rank's part of the loops below."""
 
     def __init__(self, rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

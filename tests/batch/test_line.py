@@ -41,7 +41,7 @@ def other() -> Iterator[tuple[Any, str]]:
 
 
 def asked(line: Line, answer: bool | None, seconds: float = 5.0) -> bool:
-    """Whether a line comes to say this."""
+    """Whether `line.stands()` comes to be `answer` within `seconds`."""
     end = time.monotonic() + seconds
     while (found := line.stands()) is not answer and time.monotonic() < end:
         time.sleep(0.05)
@@ -75,7 +75,7 @@ def test_a_process_whose_python_is_held_up_lives_until_it_is_gone(other: tuple[A
 
 
 def test_a_line_that_never_stood_says_nothing(other: tuple[Any, str]) -> None:
-    """Of another process at that address, or of a port that is closed; the next address is tried."""
+    """Another process at its address is no end of a line, nor is a closed port; the next address is tried."""
     process, places = other
     closed, wrong = Line("127.0.0.1 1", "far:1"), Line(places, "elsewhere:2")
     for _ in range(20):

@@ -88,7 +88,7 @@ def outputs(x: Tensor, position_ids: Tensor, weight: Tensor) -> dict[str, Tensor
 
 
 def whole_on(mesh: DeviceMesh) -> dict[str, Any]:
-    """Of each output of a compiled model: what `whole` makes of it, and the gradient of that; or its error."""
+    """For each output of a compiled model the value of `whole`, or its error; and the gradient through these."""
     sharding = Sharding(mesh, {"x": 1, "position_ids": 1}, PositionIds("position_ids"), inner="eager")
     compiled = torch.compile(outputs, backend=backend(sharding), fullgraph=True)
     weight = nn.Parameter(torch.tensor(2.0))

@@ -1,4 +1,4 @@
-"""What another thread sees of the main thread, and that looking harms nothing."""
+"""The main thread as another thread sees it; looking harms nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def seen_by_thread(look: Callable[[], Any], wait: Callable[[], object]) -> Any:
-    """What `look` finds, in a thread, once the main thread is inside `wait`."""
+    """The result of `look` in a thread, once the main thread is inside `wait`."""
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: (time.sleep(0.2), seen.append(look())))
     thread.start()

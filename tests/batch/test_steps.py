@@ -125,7 +125,7 @@ def scaled_on_one(loop: Loop, step: int) -> None:
 
 
 def other_argument(loop: Loop, step: int) -> None:
-    """Of which the ranks have a graph already."""
+    """Rank 1 alone passes an argument at step 2; both have a graph for it from step 0."""
     loop.backward(step, cubed=step == 0 or (loop.rank == 1 and step == 2))
     loop.sum()
     loop.step()

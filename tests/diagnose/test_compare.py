@@ -133,7 +133,7 @@ def with_mask(input_ids: Tensor, position_ids: Tensor, labels: Tensor, mask: Ten
 
 
 def local_masks(mesh: DeviceMesh, layout: Any) -> list[str]:
-    """What happens with a mask tensor that each rank makes of its own tokens, right or wrong."""
+    """The outcome for each of five mask tensors that a rank makes of its own tokens, right or wrong."""
     sharding = make_sharding(mesh, assume_mask=cp.PackedMask(), layout=layout, verify="never")
     outcomes: list[str] = []
     for kind in ("documents", "positions", "causal only", "not causal", "bias"):

@@ -1,4 +1,4 @@
-"""What a dry run foretells: memory beside measured peaks, times on the target machine, JSON and pages, the doctor."""
+"""Forecasts of a dry run: memory beside measured peaks, times on the target machine, JSON and pages, the doctor."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 32, "final_logit_softcapping": 30.0},
 }
 LEAST, MOST = 0.9, 1.15
-"""Of what a step takes. Small models get too much: what the head's backward reads is counted to the end of the step."""
+"""Bounds of the forecast over what a step takes. Small models get too much: what the head's backward reads is counted
+to the end of the step."""
 
 
 def make_model(name: str, way: str, device: str) -> nn.Module:
@@ -99,6 +100,6 @@ def forecast(name: str, way: str) -> int:
     ],
 )
 def test_a_step_takes_what_is_foretold(pool: Pool, name: str, way: str) -> None:
-    """Of unmodified models, which return logits, and of those that return the loss alone."""
+    """Unmodified models, which return logits, and models that return the loss alone."""
     taken, foretold = max(pool.run(2, measured, name, way)), forecast(name, way)
     assert LEAST <= foretold / taken <= MOST, f"{foretold / taken:.3f} of what a step takes"

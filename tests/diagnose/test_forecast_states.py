@@ -1,4 +1,4 @@
-"""What recurrences keep for their backward, in the forecast of memory, beside what the fakes of their ops return."""
+"""Memory that recurrences keep for their backward, as forecast, beside what the fakes of their ops return."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def forecast(model: Model, speeds: str) -> tuple[Target, Needs]:
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "kimi_delta", "ssd"])
 def test_what_recurrences_keep_is_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the layer's input, of what the op is given and gives, of what its forward solves, and states at cuts."""
+    """Counted are the layer's input, what the op is given and gives, what its forward solves, and states at cuts."""
     target, on_gpus = forecast(Model(kind), "h100")
     tokens = target.rows
     assert (tokens, target.cuts) == (100, CUT)

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
     @property
     def lines(self) -> list[str]:
-        """What stays on the screen, times left out."""
+        """Lines that stay on the screen, times left out."""
         shown = [text.split("\r\x1b[K")[-1] for text in self.getvalue().split("\n")]
         return [re.sub(r"\d+\.\d s", "S s", line) for line in shown]
 

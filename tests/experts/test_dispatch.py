@@ -29,7 +29,8 @@ Operands = dict[str, Tensor]
 
 
 def operands(case: Case, ranks: int, biased: bool) -> tuple[list[Operands], Operands]:
-    """Of each rank's tokens; and the weights. Some choices are of no expert, some tokens choose one expert twice."""
+    """Each rank's tensors of tokens; the weights. Some choices are of no expert, some tokens choose one expert
+    twice."""
     draw = torch.Generator().manual_seed(1)
     counts, low, high = case
 
@@ -74,7 +75,7 @@ def grads(*values: Operands) -> Operands:
 
 
 def whole(case: Case, ranks: int, biased: bool, transposed: bool, how: Callable[..., Tensor]) -> list[Operands]:
-    """What each rank must get: its rows and their gradients, and those of the experts that it owns."""
+    """Tensors that each rank must get: its rows and their gradients, and those of the experts that it owns."""
     of_ranks, weights = operands(case, ranks, biased)
     if transposed:
         weights |= {name: weights[name].transpose(1, 2).contiguous() for name in ("up", "down")}

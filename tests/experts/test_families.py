@@ -39,7 +39,7 @@ def on_ranks(mesh: DeviceMesh, case: Case, double: bool) -> tuple[float, dict[st
 
 
 def alone(case: Case) -> tuple[bool, float, dict[str, Tensor]]:
-    """Whether it runs in fp64, which some models mix with fp32, and what it gives."""
+    """(runs in fp64, loss, gradients) of one process, in fp32 where a model mixes that with fp64."""
     model, whole = build(case).model, batch_of(case)
     try:
         with in_double(model):

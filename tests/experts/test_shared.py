@@ -264,7 +264,7 @@ def test_experts_that_no_ranks_share() -> None:
 
 
 def refused(mesh: DeviceMesh) -> dict[str, str]:
-    """What is said of what can't be shared."""
+    """The error for each thing that can't be shared."""
     sharding, batch, found = annotated(mesh, ""), make_batch([[13, 1, 7, 11]]), dict[str, str]()
     qwen3 = functools.partial(build, "qwen3_moe")
     tries: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from hypothesis import settings
 Value = TypeVar("Value")
 
 everything = False
-"""Whether nothing is left out. Set by tests/conftest.py before it reads any test."""
+"""True: nothing is left out. Set by tests/conftest.py before it reads any test."""
 FEW = 2
 """So many cases of a slow test that has more, and a twentieth of the others, are tried a day."""
 SHARE = 3

@@ -21,7 +21,7 @@ from tests.helpers.pool import Pool
 
 D, LENGTHS = 8, (24, 19, 30)
 Change = Callable[["Net", float], Any]
-"""What a user does with a model before a step, by a number of the step."""
+"""A change of a model by its user before a step, from a number of the step."""
 
 
 class Box:
@@ -30,7 +30,7 @@ class Box:
 
 
 BOX = Box()
-"""What modules and the code of a model both read."""
+"""An object that modules and the code of a model both read."""
 
 
 class Block(nn.Module):
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], Change, str]] = {
 
 
 def steps(made: Callable[[], Net], change: Change, mesh: DeviceMesh | None) -> list[Any]:
-    """Of each step the loss, the gradients, and what a user reads of the model."""
+    """The loss, the gradients and what a user reads of the model, for each step."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     net, sharding = made().double(), None

@@ -233,7 +233,7 @@ def test_save_and_resume(pair: Pool, tmp_path: Path) -> None:
 
 
 def outside_of_batches(mesh: DeviceMesh) -> list[str]:
-    """Whether the plain model runs, evaluation is right, and what is refused."""
+    """Errors of calls outside of a batch. The plain model runs there, and evaluation is right."""
     sharding, plain, batch = annotate(mesh), build_model("llama"), make_batch([[13, 1, 7, 11]])
     model = cp.parallelize(build_model("llama"), mesh, sharding)
     expected = plain.eval()(**batch)

@@ -1,4 +1,4 @@
-"""What a launch hands to the CUDA driver, which is played here."""
+"""Parameters that a launch hands to the CUDA driver, which is played here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we rely on inside of FlashAttention 4, 3 and torch's flash: one test each, that fails by name when it changes.
+"""Parts of FlashAttention 4, 3 and torch's flash that we rely on: one test each, that fails by name when it changes.
 
 Tests of a library's source read its file and need no GPU; they skip where the library is not installed. To take up
 another version of FlashAttention 4: install it, run this file on a Hopper GPU, and where only
@@ -108,7 +108,7 @@ def test_fa4_backward_rounds_last(fa4_source: dict[str, ast.FunctionDef]) -> Non
 
 
 def test_fa4_rounding_takes_its_sums_and_their_tiles(fa4_source: dict[str, ast.FunctionDef]) -> None:
-    """What `_write_sums` reads of its arguments: `rest` begins after the fourth."""
+    """Arguments of the rounding in the order that `fa4_internals` takes them: `rest` begins after the fourth."""
     convert = fa4_source["_bwd_postprocess_convert"]
     positional = parameters(convert)
     assert positional[:5] == ["accum", "output", "scale", "cu_seqlens", "seqused"]
@@ -122,7 +122,8 @@ def test_fa4_rounding_takes_its_sums_and_their_tiles(fa4_source: dict[str, ast.F
 
 
 def test_fa4_keeps_its_kernels_by_function(fa4_source: dict[str, ast.FunctionDef]) -> None:
-    """What `fa4_calls.noting` reads: plain functions, each over the cache that is its attribute."""
+    """The library's functions are plain, each over the cache that is its attribute, as `fa4_internals.noting` copies
+    them."""
     for name in ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert"):
         assert not fa4_source[name].decorator_list
         called = [node for node, _ in calls(fa4_source[name]) if ".compile_cache[" in node]
@@ -130,7 +131,7 @@ def test_fa4_keeps_its_kernels_by_function(fa4_source: dict[str, ast.FunctionDef
 
 
 def test_fa4_kernels_take_a_layers_own_tensors_first(fa4_source: dict[str, ast.FunctionDef]) -> None:
-    """What `kernels/flash/fa4_internals.py` replaces: the first arguments of each kernel. The forward's first one is
+    """The first arguments of each kernel, which `kernels/flash/fa4_internals.py` replaces. The forward's first one is
     of MLA."""
     given = {
         name: [node.value for node in ast.walk(fa4_source[name]) if isinstance(node, ast.Assign)
@@ -167,8 +168,8 @@ def test_fa4_takes_any_rows_of_lse(fa4_source: dict[str, ast.FunctionDef]) -> No
 
 
 def test_fa4_backward_clears_the_sums_of_keys_only(fa4_source: dict[str, ast.FunctionDef]) -> None:
-    """What a repeated backward makes for itself: zeros for dk and dv of grouped heads, and no other memory is cleared
-    where nothing has to be deterministic."""
+    """A repeated backward makes zeros for dk and dv of grouped heads; no other memory is cleared where nothing has to
+    be deterministic."""
     made: dict[str, set[str]] = {}
     for node in ast.walk(fa4_source["_flash_attn_bwd"]):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):

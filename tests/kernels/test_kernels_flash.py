@@ -190,7 +190,7 @@ def test_calls_that_differ_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("unrounded", "overlapped"), [(False, True), (True, True), (True, False)])
 def test_parts_of_sums_are_written_here(unrounded: bool, overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of dk and dv, by every layer: the library's rounding is handed over, and rounds dq."""
+    """Every layer writes dk and dv: the library's rounding is handed over, and rounds dq."""
     library = install(monkeypatch)
     log, rounding = library["log"], library["_bwd_postprocess_convert"]
     launch = make_launch()

@@ -57,7 +57,7 @@ CASES: tuple[tuple[list[int], str, PackedMask], ...] = (
 FILLING = 3
 Route = dict[str, NDArray[np.integer]]
 Routes = list[tuple[str, list[Route]]]
-"""Of every case: as `driver.cpp` reads it, and the tables of all ranks."""
+"""For each case its text for `driver.cpp`, and the tables of all ranks."""
 
 _STORE = r'asm volatile\("st\.relaxed\.sys\.global\.u32 \[%0\], %1;" ::"l"\((.*)\), "r"\((.*)\) : "memory"\);'
 _LOAD = r'asm volatile\("ld\.acquire\.sys\.global\.u32 %0, \[%1\];" : "=r"\((\w+)\) : "l"\((.*)\) : "memory"\);'

@@ -1,4 +1,4 @@
-"""What must stay in memory while another stream, or a CUDA graph, uses it; streams and kernels are played here."""
+"""Memory that must stay while another stream, or a CUDA graph, uses it; streams and kernels are played here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADS, DIM = 2, 16
 
 
 class Stream:
-    """What is enqueued here may run as late as another stream waits for it; until then, what it reads must be there."""
+    """A stream whose work may run as late as another stream waits for it; what it reads must be there until then."""
 
     def __init__(self) -> None:
         self.reads: list[weakref.ref[Any]] = []
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Copies:
-    """What `contiguous` and `cat` give, by address."""
+    """The tensors that `contiguous` and `cat` give, by address."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.tensors: dict[int, weakref.ref[Any]] = {}

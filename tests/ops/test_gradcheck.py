@@ -40,7 +40,7 @@ def inputs(heads: int, heads_kv: int) -> list[Tensor]:
 
 
 class Shared(torch.autograd.Function):
-    """What all ranks hold alike; its gradient is the sum of theirs."""
+    """A tensor that all ranks hold alike; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,7 +120,7 @@ def test_scattered_heads(pool: Pool, heads: tuple[int, int]) -> None:
 
 
 def gradcheck_around(mesh: DeviceMesh) -> bool:
-    """What surrounds attention: the mean over all tokens, and outputs of all ranks in their original order."""
+    """Gradients around attention: of the mean over all tokens, and of all ranks' outputs in their original order."""
     group, positions = mesh.get_group(), torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
     sharding = cp.Sharding(mesh, {"position_ids": 1}, cp.PositionIds("position_ids"), "dual_chunk")
     x = torch.randn(1, 7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -56,7 +56,7 @@ SITES = ["layers.0", "layers.0#2", "layers.1", "layers.1#2", "attention"]
 
 
 def expected(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the plain model on one process, by the order of its calls."""
+    """The largest logits of the plain model on one process, by the order of its calls."""
     found: list[Tensor] = []
     plain = F.scaled_dot_product_attention
 
@@ -75,7 +75,7 @@ def largest(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def steps(mesh: DeviceMesh, batches: list[dict[str, Tensor]], how: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """What is found after each batch, and after two more at once. No batch compiles anew."""
+    """The largest logits after each batch, and after two more at once. No batch compiles anew."""
     if how["exchange"].startswith("a2a+"):
         mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))
     sharding = cp.Sharding(mesh, TOKENS, PACKING, **how)

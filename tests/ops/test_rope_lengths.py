@@ -92,7 +92,7 @@ class Turned(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
 @pytest.mark.parametrize("T", [pytest.param(15, marks=slow), pytest.param(16, marks=slow), 17])
 @pytest.mark.parametrize("name", ["phi3_longrope", "llama_dynamic", pytest.param("phimoe_longrope", marks=slow)])
 def test_the_longest_position_is_that_of_all_ranks(name: str, T: int) -> None:
-    """Of 4 ranks one has the longest position. Dynamic frequencies shrink after a longer row."""
+    """One of 4 ranks has the longest position. Dynamic frequencies shrink after a longer row."""
     module, _ = rope_of(name)
     with torch.no_grad():
         module(torch.zeros(1, 1), torch.arange(21)[None])

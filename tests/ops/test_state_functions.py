@@ -38,7 +38,7 @@ def rows_of(out: Any) -> torch.Tensor:
 
 
 def compiled(function: Callable[..., Any], given: dict[str, Any]) -> tuple[torch.Tensor, set[str]]:
-    """What a function gives under torch.compile, and the ops of ours in its graph."""
+    """The result of a function under torch.compile, and the ops of ours in its graph."""
     seen: set[str] = set()
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:

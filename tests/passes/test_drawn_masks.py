@@ -34,7 +34,7 @@ def test_right_masks_are_read(kind: Kind) -> None:
 
 
 def captured(kind: Kind, masks: list[Drawn], batch: Batch) -> list[PackedMask | None]:
-    """What a captured graph's masks are taken for; None: it is refused."""
+    """The meaning of each mask, read off a captured graph; None: it is refused."""
 
     def model(**b: Tensor) -> Tensor:
         x = b["input_ids"][:, None, :, None].float().expand(-1, 2, -1, 16)

@@ -1,4 +1,4 @@
-"""What the frame that a graph is of must not do: break the graph, or keep a rank's own values for the next step."""
+"""The function of a graph must neither break it nor keep a rank's own values for the next step."""
 
 from __future__ import annotations
 

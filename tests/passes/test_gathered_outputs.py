@@ -15,7 +15,7 @@ from tests.helpers.pool import Pool
 from tests.helpers.tolerances import relative_error
 
 TOKENS = 23
-"""Of a row; a rank has half of them, and a row to fill one up: the vocabulary below is as large."""
+"""Tokens of a row. Each of two ranks has 12 rows, one of all 24 without a token: as many as the vocabulary has."""
 
 
 class Model(nn.Module):

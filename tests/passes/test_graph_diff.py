@@ -1,4 +1,4 @@
-"""What the rewrite does to graphs, as short diffs, equal on every rank. EXPECTTEST_ACCEPT=1 updates them.
+"""Changes of graphs by the rewrite, as short diffs, equal on every rank. EXPECTTEST_ACCEPT=1 updates them.
 
 The texts are those of torch 2.13: Dynamo spells some nodes otherwise in other versions.
 """

@@ -1,4 +1,4 @@
-"""What a grouping of its own may say of a mask: its terms' bounds, and how its relations split cells."""
+"""A new grouping tells the passes the bounds of its terms, and how its relations split cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cp_rewrite.passes.predicate.worlds import PQ, Cell, Linear, Span, World
 
 @dataclass(frozen=True)
 class FirstRelation(Relation):
-    """Whether the query is among the first tokens of its document."""
+    """The query is among the first `tokens` of its document; with `query` False it is not."""
 
     tokens: int
     query: bool

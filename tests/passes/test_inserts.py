@@ -1,4 +1,4 @@
-"""What a rewrite puts between a node and its operands."""
+"""Nodes that a rewrite puts between a node and its operands."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_remembered_fake_value_is_what_the_op_gives() -> None:
     batch = {"x": torch.randn(1, 24, 16), "doc": torch.zeros(1, 24, dtype=torch.long)}
 
     def told(value: Any, operands: list[Tensor]) -> list[object]:
-        """What can be told of an op's value: the geometry, and whose memory it has."""
+        """All that can be told of an op's value: the geometry, and whose memory it has."""
         memory = [memory_id(x) for x in operands]
         return [
             (

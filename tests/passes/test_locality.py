@@ -168,7 +168,7 @@ def test_copies_of_all_tokens_are_no_copies_of_each() -> None:
 
 
 def test_one_refusal_does_not_bring_others() -> None:
-    """What follows a refused op is not refused once more; what stands beside it is."""
+    """Nodes behind a refused op are not refused once more; those beside it are."""
     verdict = judge(Mixed(lambda m, h: (h.cumsum(1) * 2).softmax(1).flip(1) + h.roll(1, 1)))
     assert ["cumsum" in r.detail or "roll" in r.detail for r in verdict.refusals] == [True, True]
 

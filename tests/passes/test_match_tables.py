@@ -54,7 +54,7 @@ class Buffered(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
 
 
 def meaning(model: Callable[..., Any], **more: Tensor) -> str | Reason:
-    """What the mask of a model's one attention node means, or why it is refused."""
+    """The meaning of the mask of a model's one attention node, or why it is refused."""
     names = ("input_ids", "doc_ids")
     torch._dynamo.reset()
     report = cp.explain(model, cp.Sharding(2, dict.fromkeys(names, 1), DOCUMENTS, across_documents=True))(

@@ -25,7 +25,7 @@ Attend = Callable[..., Any]
 
 
 def rows_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]) -> Tensor:
-    """What varlen_attn means, document by document: (T, H, D)."""
+    """`varlen_attn` by its definition, document by document: (T, H, D)."""
     parts: list[Tensor] = []
     for a, b in itertools.pairwise(cu.tolist()):
         i = torch.arange(b - a)

@@ -1,4 +1,4 @@
-"""What masks mean: the catalogue of spellings, and the steps that read them."""
+"""Meanings of masks: the catalogue of spellings, and the steps that read them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FIXED = frozenset({"constant_blocks"})
 
 
 def in_groups(spellings: list[Spelling], most: int = 6) -> list[tuple[Spelling, ...]]:
-    """Of one packing each: a model that has several costs a third of as many models."""
+    """Groups of spellings of one packing: a model of several costs a third of as many models."""
     of_packing: dict[Any, list[Spelling]] = {}
     for spelling in spellings:
         fixed = spelling.name if spelling.mask.__name__ in FIXED else ""

@@ -1,4 +1,4 @@
-"""What each pass adds to the state, and what each exchange puts into the graph. EXPECTTEST_ACCEPT=1 updates them."""
+"""Changes of the state by each pass, and of the graph by each exchange. EXPECTTEST_ACCEPT=1 updates them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Everything(nn.Module):
 
 
 def facts(state: State) -> dict[str, Any]:
-    """What passes change, in words that are equal in each run."""
+    """The parts of the state that passes change, in words that are equal in each run."""
     gm, conditions = state.graph_module, state.size_conditions
     return {
         "refusals": [refusal.reason.name for refusal in state.refusals],

@@ -1,5 +1,5 @@
-"""What a graph writes is read off a snapshot in the backward: torch's compilers compute choices again by what was
-written over, without cp_rewrite too."""
+"""Backwards read a snapshot of what their graph writes over: torch's compilers compute choices again, and would take
+the new values. They do without cp_rewrite, too."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ QUICK = (
     "whole_row_causal-PositionIds", "positions_window_in_bfloat16-PositionIds", "offsets_searchsorted-CuSeqlens",
     "offsets_repeat_interleave-CuSeqlens", "offsets_start_table-CuSeqlens", "ends_less_themselves-EndOfDocument",
 )  # fmt: skip
-"""Of each kind of nodes that a rewrite erases, under each layout, on threads; the others are slow. test_predicate.py
-compares what each spelling means with brute force."""
+"""A spelling for each kind of nodes that a rewrite erases, layouts in turn, on threads; the others are slow.
+test_predicate.py compares what each spelling means with brute force."""
 
 
 class Block(nn.Module):

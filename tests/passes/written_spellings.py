@@ -106,7 +106,7 @@ def checkpointed_sinks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, sinks: Ten
 
 
 def tokens_first(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Of (B, T, H, D)."""
+    """Attention on (B, T, H, D)."""
     q, k, v = q.transpose(1, 2), *(x[:, ::2].transpose(1, 2).repeat_interleave(2, 2) for x in (k, v))
     weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5).masked_fill(~keep, -math.inf).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).transpose(1, 2)

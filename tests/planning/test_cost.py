@@ -244,7 +244,7 @@ def test_rows_that_travel_beside_the_kernel_are_weighed_so(heads: tuple[int, int
     ],
 )
 def test_predictions_are_near_what_was_measured(ranks: int, heads: tuple[int, int], measured: dict[str, float]):
-    """Of one document, which all exchanges have to move."""
+    """The row is one document, which all exchanges have to move."""
     load, model = plan([8192 * ranks], ranks).load, Model(heads)
     predicted = exchange_seconds(load, H200, model)
     for name, milliseconds in measured.items():

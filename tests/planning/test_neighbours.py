@@ -47,7 +47,7 @@ def plan_of(layout: str, ranks: int, joined: bool = False) -> BatchPlan:
 
 
 def entries_of(read: Neighbours, tokens: int) -> list[int]:
-    """What stands in the row that one process reads: tokens, and behind them the numbers of extra rows."""
+    """The row that one process reads, entry by entry: tokens, and behind them the numbers of extra rows."""
     found: list[int] = []
     for piece in read.entries.pieces:
         start, length = piece.start.of(tokens), piece.length.of(tokens)

@@ -25,7 +25,7 @@ Route = dict[str, NDArray[np.integer]]
 
 
 def written(routes: list[Route], rank: int, last: int) -> NDArray[np.int64]:
-    """What peers and the rank itself have written into its expanded rows when they are done with `ends[last]`."""
+    """A rank's expanded rows when all are done with `ends[last]`: owner << 32 | row; -1: nothing is written."""
     held = np.full(int(routes[0]["capacity"][0]), -1)
     for owner, route in enumerate(routes):
         sends, targets = route["sends"][: route["ends"][last]], route["targets"][: route["ends"][last]]

@@ -23,7 +23,7 @@ def values(plan: BatchPlan, rank: int) -> np.ndarray:
 
 
 def followed(plan: BatchPlan, scan: Scan, capacity: Capacity | None) -> list[np.ndarray]:
-    """What each rank has in the end, (B T_l,)."""
+    """The running sums that each rank has in the end, (B T_l,)."""
     tables = [scan_tables(plan, scan, rank, capacity) for rank in range(plan.world_size)]
     assert capacity is None or all(len(t["scan_ends"]) % capacity.pieces == 0 for t in tables)
     lines = 1 if scan.joined else len(plan.rows)

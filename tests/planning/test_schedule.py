@@ -97,7 +97,7 @@ def test_cu_seqlens_describe_launch_0(rows: tuple[Documents, ...], mask: PackedM
 
 
 def summed_rows(ptr: NDArray[np.integer], lists: NDArray[np.integer], row: int) -> NDArray[np.integer]:
-    """What `row` sums, as `ops.sum_rows` says."""
+    """The rows whose sum `row` is, as `ops.sum_rows` says."""
     pair = lists[2 * row : 2 * row + 2]
     return np.concatenate([pair[pair >= 0], lists[ptr[row] : ptr[row + 1]]])
 

@@ -1,4 +1,4 @@
-"""What state layers cost under a token order: beside measured times and tables, and plans that weigh it."""
+"""Costs of state layers under a token order: beside measured times and tables, and in plans that weigh them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial says of an op's operands: where their tokens are, and what each rank holds of them."""
+"""Claims that a trial makes of an op's operands: where their tokens are, and what each rank holds of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """Of one tensor. dim: its token dim. fill: what rows without a token hold; None: anything, copies of others."""
+    """The claim about one tensor. dim: its token dim. fill: what rows without a token hold; None: anything, copies of
+    others."""
 
     kind: Kind = Kind.SAME
     dim: int = 0
@@ -40,7 +41,7 @@ SAME = Claim()
 
 @dataclass(frozen=True)
 class Claims:
-    """Of all tensors of a sample.
+    """The claims about all tensors of a sample.
 
     Args:
         each: by tensor.
@@ -57,7 +58,7 @@ class Claims:
 
 
 FILLS = (None, None, 0, 1)
-"""What is tried: half of the time anything."""
+"""Values of `fill` to draw from: half of the time anything."""
 
 
 def draw(tensors: Sequence[Tensor], count: int, chance: random.Random) -> list[Claims]:

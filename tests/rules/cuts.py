@@ -15,7 +15,7 @@ from cp_rewrite.batch.tokens import cut_tokens
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 
 Axes = Sequence[Any]
-"""What each dim counts: None, or a tuple of "B", "T" and numbers, major first."""
+"""For each dim the factors that it counts: None, or a tuple of "B", "T" and numbers, major first."""
 
 
 @lru_cache(maxsize=256)
@@ -75,5 +75,5 @@ class Cuts:
         return local
 
     def axes(self, ndim: int, dim: int) -> Axes:
-        """Of a tensor with its tokens at `dim`, and the rows of the batch, where there are several, before."""
+        """Axes of a tensor with its tokens at `dim` and, where a batch has several rows, these in the dim before."""
         return [("T",) if i == dim else ("B",) if i == dim - 1 and self.rows > 1 else None for i in range(ndim)]

@@ -1,4 +1,4 @@
-"""What became of a trial: right, refused (perhaps needlessly), or not what was proven."""
+"""The outcome of a trial: right, refused (perhaps needlessly), or not what was proven."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Results:
-    """Of one process or a rank. gradients: of each input; None: it has none."""
+    """Results of one process or of a rank. gradients: of each input; None: it has none."""
 
     outs: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
@@ -121,7 +121,7 @@ def run(
 
 
 def _axes(found: Locality, place: int, expected: Tensor, cuts: Cuts) -> Axes | None:
-    """Of a result by the proof; None: it has no tokens."""
+    """Axes of a result by the proof; None: it has no tokens."""
     dim, axes = found.outputs[place], found.axes[place]
     return cuts.axes(expected.ndim, dim) if dim is not None else axes
 
@@ -140,7 +140,7 @@ def _difference(
     found: Locality,
     cuts: Cuts,
 ) -> str:
-    """What of the results is not as it was proven; "": nothing."""
+    """The first result that is not as it was proven, in words; "": none."""
     for i, whole in enumerate(expected.outs):
         parts = [each.outs[i] for each in results]
         if any(x.dtype != whole.dtype for x in parts):
@@ -199,7 +199,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _missing(program: Program, expected: Results, cuts: Cuts) -> str:
-    """What the op, as it is, gives on ranks, where that is rows, parts or all of what one process has; else ""."""
+    """Claims that hold of the op's own results on ranks, unchanged: rows, parts or the same; "" if one has none."""
     try:
         results = [run(program.gm, program.inputs(place), lambda out, i: out) for place in range(cuts.ranks)]
     except Exception:

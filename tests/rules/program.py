@@ -47,7 +47,7 @@ class NotTried(Exception):
 
 @dataclass(frozen=True)
 class Operand:
-    """What a tensor of a sample is computed from: an input of the graph.
+    """An input of the graph, from which a tensor of a sample is computed.
 
     dim: its token dim; None: all ranks hold it. name: of the argument.
     """
@@ -57,7 +57,7 @@ class Operand:
     name: str
 
     def on(self, place: int, cuts: Cuts) -> Tensor:
-        """A rank's."""
+        """The value on rank `place`, as a leaf."""
         x = self.value if self.dim is None else cuts.cut(self.value, self.dim, place, self.name == "labels")
         return x.detach().clone().requires_grad_(self.value.requires_grad)
 
@@ -168,7 +168,7 @@ class Program:
         return node
 
     def guards_hold(self) -> bool:
-        """Whether what the op decided by the shard's token count holds for the row, and for any shard."""
+        """Whether each decision of the op by the shard's token count is the same for the row, and for any shard."""
         counts, guards = (self.cuts.local, self.claims.tokens, 97), self.mode.shape_env.guards
         found = [guard.expr.subs({self.symbol: count}) for guard in guards for count in counts]
         return all(holds == sympy.true for holds in found)
@@ -199,7 +199,7 @@ class Program:
 
     @property
     def token_dims(self) -> list[int | None]:
-        """Of each input."""
+        """The token dim of each input."""
         return [operand.dim for _, operand in self._in_order()]
 
 

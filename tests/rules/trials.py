@@ -57,7 +57,7 @@ class Found:
 
 
 def tried(trials: Iterable[Iterable[Trial]], each: int) -> Found:
-    """What became of the first `each` of every sample's trials that can be tried."""
+    """Outcomes of the first `each` of every sample's trials that can be tried."""
     found = Found()
     for of_sample in trials:
         left = each
@@ -69,14 +69,14 @@ def tried(trials: Iterable[Iterable[Trial]], each: int) -> Found:
 
 
 def of_day(count: int, seed: int) -> Found:
-    """What becomes of one trial each of so many ops at random."""
+    """Outcomes of one trial each of `count` ops at random."""
     chance = random.Random(seed)
     names = chance.sample(sorted(ops()), min(count, len(ops())))
     return tried((trials for name in names for trials in _of_op(name, 1, 1, chance)), 1)
 
 
 def of_op(name: str, most: int = 20, each: int = 4) -> Found:
-    """What becomes of up to `most` samples of an op with `each` claims."""
+    """Outcomes of up to `most` samples of an op with `each` claims."""
     return tried(_of_op(name, most, each, random.Random(name)), each)
 
 

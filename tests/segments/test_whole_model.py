@@ -17,7 +17,7 @@ from tests.helpers.tolerances import assert_close
 
 D, HEADS = 16, 2
 LENGTHS = ((9, 3, 12), (5, 1, 14), (20,), (2, 29))
-"""Of documents, batch by batch: the last is of another length."""
+"""Lengths of documents, batch by batch: the last batch is longer."""
 
 
 class Block(nn.Module):

@@ -64,7 +64,7 @@ def _cut(rng: np.random.Generator, total: int, most: int) -> list[int]:
 
 
 def _spans(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], list[int], list[bool]]:
-    """Of each token its span's id, its type and its flag."""
+    """Span id, type and flag of each token."""
     spans: list[int] = []
     types: list[int] = []
     flags: list[bool] = []
@@ -83,7 +83,8 @@ def _spans(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], lis
 
 
 def _trees(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], ...]:
-    """Of each document a prompt with completions, and a tree of any shape, in depth-first order."""
+    """A prompt with completions and a tree of any shape for each document. Per token: its prompt, its completion, its
+    node (depth first), the node behind that subtree, and the first token there."""
     prompt: list[int] = []
     completion: list[int] = []
     tin: list[int] = []
@@ -111,8 +112,8 @@ def _trees(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], ...
 
 
 def _parents(rng: np.random.Generator, lengths: list[int]) -> tuple[list[int], Int]:
-    """Of each document a tree of any shape, in any order that has parents first: the nodes of tokens, and the parent
-    of each number that a node may have."""
+    """A tree of any shape for each document, in any order that has parents first: the node of each token, and the
+    parent of each number that a node may have."""
     numbers = rng.permutation(SEGMENTS)
     parents = rng.integers(0, SEGMENTS, SEGMENTS)
     segments: list[int] = []

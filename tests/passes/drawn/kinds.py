@@ -103,7 +103,7 @@ NUMBERS: dict[str, tuple[Term, ...]] = {
         made("cumsum(pad(start[1:]))", lambda b: F.pad(b["started_ids"][:, 1:] == MARK, (1, 0)).int().cumsum(1)),
     ),
 }  # fmt: skip
-"""What numbers documents, by the argument that tells them apart; the first ones of `cu_seqlens` as bounds too."""
+"""Terms that number documents, by the argument that tells them apart; one of `position_ids` is a bound, too."""
 
 
 def starts(b: Batch) -> Tensor:

@@ -76,7 +76,7 @@ def placeholder(name: str) -> fx.Node:
 
 
 def record(function: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> Canonical:
-    """What `function` computes from `inputs`, as ATen."""
+    """The ATen calls by which `function` computes its result from `inputs`."""
     recorder = Recorder()
     leaves = {placeholder(name): recorder.ref(x) for name, x in inputs.items()}
     with torch.no_grad(), recorder:
@@ -144,7 +144,7 @@ def _to_read() -> dict[str, Tensor]:
 
 
 def read(kind: Kind, drawn: Drawn) -> PackedMask | list[Refusal]:
-    """What a mask is taken for."""
+    """The meaning that the passes read off a mask, or why they refuse it."""
     inputs = inputs_of(kind, _to_read())
     rows = len(inputs["input_ids"])
     evaluator = Sizes(frozenset(), lambda node: node.name, document_ids=_ids(kind))

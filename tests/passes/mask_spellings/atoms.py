@@ -162,7 +162,7 @@ def bound_atom(start: Atom, n: int, b: Batch) -> Tensor:
 
 
 def members(first: int, b: Batch) -> Tensor:
-    """Whether one of the documents from `first` on holds query and key."""
+    """(T, T): one of the documents from number `first` on holds query and key."""
     cu, i = b["cu_seqlens"][first:], index(b)
     held = (i >= cu[:-1, None]) & (i < cu[1:, None])
     return (held[:, :, None] & held[:, None, :]).any(0)

@@ -1,4 +1,4 @@
-"""What the catalogue of masks is made of, and how a mask is captured."""
+"""Entries of the catalogue of masks, their batches, and how a mask is captured."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def make_batch(lengths: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 def tokens_of_documents(position_ids: Tensor) -> dict[str, Tensor]:
-    """What tells documents apart by one number per token."""
+    """Arguments that tell documents apart by one number per token: counts, and marks at ends or starts."""
     first = position_ids == 0
     last = first.roll(-1, 1)  # the row's last token ends its document, whether it says so or not
     text = torch.arange(first.numel()).view_as(first) % MARK

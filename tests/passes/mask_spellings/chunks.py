@@ -28,7 +28,7 @@ OF_DOCUMENT = PackedMask(chunk=4)
 
 @spelling(POSITIONS, OF_ROW)
 def chunks_as_transformers(**b: Tensor) -> Tensor:
-    """Of Llama 4: `chunked_overlay`, with no padding to the left."""
+    """The mask of Llama 4: `chunked_overlay`, with no padding to the left."""
     p, i = b["position_ids"], index(b)
     ids = (torch.diff(p, prepend=p[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     left = torch.zeros(p.shape[0], dtype=torch.long)[:, None, None, None]

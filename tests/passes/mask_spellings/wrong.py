@@ -52,7 +52,7 @@ def queries_set_in_place(**b: Tensor) -> Tensor:
 
 @spelling(DOCUMENTS, Reason.MASK_UNSUPPORTED_OP)
 def row_set_in_place(**b: Tensor) -> Tensor:
-    """What is written has an entry for each key, the first of them 0."""
+    """The values that are written hold one entry for each key, the first of them 0."""
     t = b["input_ids"].shape[1]
     mask = torch.where(same(b["doc_ids"]) & causal(b), 0.0, -INF)
     mask[:, :, torch.ones(t, dtype=torch.bool)] = torch.arange(t) * -1.0

@@ -27,7 +27,7 @@ from tests.passes.mutants import (
 
 
 class Mutant(PackedModel):
-    """What a mutant declares."""
+    """The attributes that a mutant declares."""
 
     reason: str | None
     line: str

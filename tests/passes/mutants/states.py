@@ -1,4 +1,4 @@
-"""What outlives a step, and code that the graph does not show: buffers, hooks, backwards of one's own, transforms."""
+"""State that outlives a step, and code that the graph does not show: buffers, hooks, own backwards, transforms."""
 
 from __future__ import annotations
 
