@@ -69,6 +69,17 @@ def first_apart(m: Deciding, h: Tensor, most: int) -> Tensor:
     return torch.cat([m.norm(h[:, :most]), h[:, most:]], 1)
 
 
+def kept_on_it(m: Deciding, h: Tensor, t: int) -> Tensor:
+    m.current = m.more if t > 16 else m.norm.weight
+    return h * m.current
+
+
+def written(m: Deciding, h: Tensor, place: int, value: Any) -> Tensor:
+    h = h * 1
+    h[:, place] = value
+    return h
+
+
 def by_heads(x: Tensor) -> Tensor:
     heads = x.reshape(x.shape[0], x.shape[1], 2, -1).softmax(-1)
     return heads.reshape(x.shape[0], x.shape[1], -1)
@@ -144,6 +155,11 @@ RIGHT: dict[str, Mix] = {
         [m.out(x.reshape(-1, x.size(-1))).unflatten(0, x.shape[:2]) for x in h.chunk(3, 1)], 1
     ),
     "behind_the_end": lambda m, h, t: torch.cat([h[:, :23] + m.out(h[:, 40:]).sum(1, keepdim=True), h[:, 23:] * 2], 1),
+    "quantile": lambda m, h, t: h + h.quantile(0.3, 1, keepdim=True),
+    "kept_on_it": kept_on_it,
+    "a_place_written": lambda m, h, t: written(m, h, 20, m.out(h)[:, 3]) if t > 20 else h,
+    "a_comparison_written": lambda m, h, t: written(m, h, 1, t > 14),
+    "scalar_tensor": lambda m, h, t: h * torch.scalar_tensor(t > 16) + torch.empty(1).fill_(t > 20),
     "a_row_of_a_table": lambda m, h, t: h + m.table[t] * torch.tensor(t % 6 == 2),
 }
 if OLD:
