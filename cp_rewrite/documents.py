@@ -480,7 +480,7 @@ def _other_packing(pos: NDArray[np.int64], starts: NDArray[np.int64], bad: int) 
     pos: (T,). starts: where they do not count on. bad: the first of these that is no beginning.
     """
     tail = pos[bad:]
-    if pos[0] == 0 and tail.size > 1 and (tail == tail[0]).all():
+    if (pos[0] == 0 or bad > 1) and tail.size > 1 and (tail == tail[0]).all():
         return (
             f"; {tail[0]} from there to the end is padding: packing=PaddingMask('attention_mask'), or, of several "
             "documents, position_ids that count 0, 1, 2, … there, too"
