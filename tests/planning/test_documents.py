@@ -99,7 +99,7 @@ def test_lengths_leave_tail_padding():
         (lambda: Documents.from_position_ids([0, 1, 2, 1, 1]), "1 from there to the end is padding: .*PaddingMask"),
         (lambda: Documents.from_position_ids([0, 1, 0, -1, -1]), "-1 from there to the end is padding"),
         (lambda: Documents.from_position_ids([2, 3, 4, 1, 1]), "1 from there to the end is padding"),
-        (lambda: Documents.from_position_ids([3, 3, 3]), "numbers of documents"),
+        (lambda: Documents.from_position_ids([3, 3, 4, 4]), "numbers of documents"),
         (lambda: Documents.from_position_ids([2, 3, 4, 2, 3]), r"begin at 2 in each document: .* WholeRows\(\)"),
         (lambda: Documents.from_position_ids([0, 0, 1, 1, 3, 3]), "are packing=DocumentIds"),
         (lambda: Documents.from_document_ids([0, 0, 1, 0]), "2 separate runs"),
