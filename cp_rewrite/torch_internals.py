@@ -85,7 +85,7 @@ def raised_in_capture(error: BaseException) -> bool:
 
 
 READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
-"""Whether Dynamo reads a function once that is marked as a compile region, however often it is called: from 2.13 on."""
+"""True from 2.13 on: Dynamo reads a function once that is marked as a compile region, however often it is called."""
 """A BlockMask of blocks of this size fits attention of any length."""
 # -- fake tensors and memory -------------------------------------------------------------------------------
 
@@ -259,8 +259,8 @@ def symbolic(shape_env: Any, expr: Any, kind: type) -> Any:
 
 
 class MathFunctions:
-    """Whether Dynamo keeps functions of `math` of a symbolic number in a graph, as it does math.sqrt; else it makes a
-    constant of the number, as torch does."""
+    """A switch. kept: Dynamo keeps functions of `math` of a symbolic number in a graph, as it does math.sqrt; else it
+    makes a constant of the number, as torch does."""
 
     kept = False
 
@@ -679,8 +679,8 @@ def _of_one(env: Any, relation: Any) -> Any:
 
 
 def _divides(number: Any, size: Any) -> bool:
-    """Whether a size is a whole number of times a number, whatever its symbols are. The quotient of two sizes, as of
-    two arguments' tokens, is no open size: it is 1 where these are equal."""
+    """Whether a size is a multiple of a number, whatever its symbols are. The quotient of two sizes, as of two
+    arguments' tokens, is not taken for one: it is 1 where these are equal."""
     quotient = any(part.args[1].free_symbols for part in size.atoms(FloorDiv))
     return not quotient and all(factor % number == 0 for factor in sympy.expand(size).as_coefficients_dict().values())
 
@@ -693,8 +693,8 @@ _TRACED = tuple(f"{torch.__path__[0]}/_dynamo/{file}" for file in ("variables/",
 
 
 def _asks_an_op(frame: Any) -> bool:
-    """Whether an op of torch asks for a relation of sizes in a frame that evaluates it: not the function that Dynamo
-    traces, and not a check that it holds."""
+    """Whether the relation of sizes that a frame evaluates is asked for by an op of torch: not by the function that
+    Dynamo traces, nor by a check that it holds."""
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
         if frame.f_code.co_name == "expect_true":
             return False

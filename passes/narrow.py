@@ -148,7 +148,7 @@ class ReadWay:
         return any(isinstance(state, Rows) for state in tree_leaves(self.states.get(node, REPLICATED)))
 
     def _again(self, node: fx.Node) -> bool:
-        """Whether a node can be computed of rows that came from other ranks, as far as it alone says."""
+        """Whether a node, looked at by itself, can be computed of rows that came from other ranks."""
         if node.op not in ("call_function", "call_method") or node in self.changed:
             return False
         if self.order.modes[node] != self.mode:
@@ -315,7 +315,7 @@ def _cheapest(edges: tuple[_Edge, ...]) -> frozenset[int] | None:
 
 
 def _others_read(step: Step, steps: Mapping[fx.Node, Step]) -> bool:
-    """Whether what several nodes write is read on the way before attention reads it."""
+    """Whether a step of several nodes is read by another step on the way to attention."""
     inside = set(step.nodes)
     return len(step.nodes) > 1 and any(not inside.isdisjoint(other.operands) for other in steps.values())
 
@@ -418,7 +418,7 @@ def _movable(decision: Decision, state: State) -> Decision | None:
 
 
 def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
-    """Whether no autocast of a graph around this one is open where it runs: its nodes' dtypes are read from itself."""
+    """Whether a graph runs outside of any autocast of graphs around it: its nodes' dtypes are read from itself."""
     calls = region_calls(root)
     for call in calls.get(graph, ()):
         open_there = modes_of(call.graph)[call][0]

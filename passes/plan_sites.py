@@ -222,7 +222,7 @@ def _is_dry(sharding: Sharding, device: torch.device) -> bool:
 
 
 def is_dry_run(state: State) -> bool:
-    """Whether the graph is looked at for another machine, where its activations will be in bf16."""
+    """Whether a dry run looks at the graph for another machine, where its activations will be in bf16."""
     return _is_dry(state.sharding, state.device)
 
 

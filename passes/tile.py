@@ -391,7 +391,7 @@ def _made(inside: set[fx.Node], found: Rowwise, mode: Mode) -> TileRegion | None
 
 
 def _is_one_place(region: TileRegion, found: Rowwise) -> bool:
-    """Whether all that the region reads is there before anything reads what it gives."""
+    """Whether a region can run at one place: all that it reads is there before anything reads what it gives."""
     inside = set(region.nodes)
     last = max(found.place[n] for n in (*region.rows, *region.wholes))
     users = [found.place[user] for n in region.results for user in n.users if user not in inside]

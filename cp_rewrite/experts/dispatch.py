@@ -201,7 +201,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, packed: Tensor, way: Dispatch) -> Pairs:
-        """Those of the rows that came."""
+        """The pairs of the rows that came."""
         row, weight, at = choices.sort(packed, way.ends, sum(way.sizes))
         return cls(row, at, weight, way.ends, way.sizes)
 

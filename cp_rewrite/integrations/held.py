@@ -38,7 +38,7 @@ class Counterpart(NamedTuple):
 
 
 class HeldObjects:
-    """What the twin of a model has in the place of its objects.
+    """Objects that the twin of a model has in the place of the model's.
 
     `memo`: by `id` of an object what stands for it, as `copy.deepcopy` takes it: what holds neither a module nor a
     weight of the model stands for itself. `pairs`: by `id`, the others.
@@ -153,13 +153,13 @@ def check_written(pairs: dict[int, Counterpart]) -> bool:
 
 
 def _values(name: str, module: nn.Module) -> list[tuple[str, Any]]:
-    """What a module holds beside weights, buffers and modules, hooks one by one."""
+    """Names and values of all that a module holds beside weights, buffers and modules, hooks one by one."""
     hooks = [(f"a hook of {name or 'the model'}", hook) for kind in HOOKS for hook in getattr(module, kind).values()]
     own = [(f"{name}.{key}" if name else key, value) for key, value in vars(module).items() if key not in OF_MODULES]
     return hooks + own
 
 
 def _parts(value: Any) -> list[Any]:
-    """What an object holds: of one with a `__dict__`, this and its values."""
+    """All that an object holds: the values of its `__dict__` and, unless it is a module, what else it refers to."""
     held: dict[str, Any] = getattr(value, "__dict__", {})
     return [*held.values(), *(() if isinstance(value, nn.Module) else gc.get_referents(value))]

@@ -129,7 +129,7 @@ class SegmentBackend(Backend):
         self.blocks, self.store, self.calls = [*map(weakref.ref, blocks)], store, 0
         self._read_once, self._pairs = twin.read_once, twin.pairs
         self.keeps = False
-        """Whether a graph leaves something on modules of the twin."""
+        """True: a graph leaves something on modules of the twin."""
         # 0 is the root. Of a weight that two blocks share FSDP makes the root's.
         units = {module: i for i, block in enumerate(blocks, 1) for module in block.modules()}
         self._owners: dict[int, tuple[_Owner, int]] = {

@@ -24,7 +24,7 @@ from cp_rewrite.segments.blocks import HOOKS, OF_MODULES, OUTPUT_CAPTURING, Read
 from .held import HeldObjects
 
 _KNOWN = ("torch.distributed.", OUTPUT_CAPTURING)
-"""Whose hooks may come later: they do nothing inside of a graph, or are traced anew."""
+"""Packages whose hooks may come later: they do nothing inside of a graph, or are traced anew."""
 
 
 class Unchanged:

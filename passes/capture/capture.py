@@ -229,7 +229,7 @@ def _mask(attn: Any, padding: Any, heads: int, query: fx.Proxy) -> Any:
 
 
 def _is_flag(mask: fx.Proxy) -> bool:
-    """Whether a mask holds flags. What was made here has no example yet, and the dtype of what it was made of."""
+    """Whether a mask holds flags. A node that was made here has no example yet: its first operand tells."""
     node = mask.node
     while _value(node) is None:
         node = node.all_input_nodes[0]

@@ -270,7 +270,7 @@ class Chunks:
         return [-1 if i == dim else size for i, size in enumerate(given)]
 
     def is_size(self, node: fx.Node) -> bool:
-        """Whether a node gives sizes that only tell a `view` or the like what `shape` tells it too."""
+        """Whether a node gives sizes to nothing but reshapes of whole parts, which take them from `shape`."""
         plain = node.op in ("call_function", "call_method") and not _has_tensor(node)
         return plain and all((self._is_whole(n) and _is_reshape(n)) or self.is_size(n) for n in node.users)
 
@@ -283,7 +283,7 @@ class Chunks:
         return plain and op_name(node) in ("add", "sub", "mul", "div")
 
     def _is_unfit(self, node: fx.Node) -> bool:
-        """Whether a node does more with its chunk than can be done with all at once."""
+        """Whether a node does what can't be done with all chunks at once."""
         if any(self._has_all(n) for n in node.all_input_nodes if n not in self.parts):
             return True
         if written_nodes(node) and op_name(node) != "add":
@@ -401,7 +401,7 @@ class Chunks:
 
 
 def _is_total(node: fx.Node, *names: str) -> bool:
-    """Whether a node is such a sum, or mean, over all entries of its operand."""
+    """Whether a node is an op of these names, over all entries of its operand."""
     return op_name(node) in names and len(node.args) == 1 and not node.kwargs
 
 
@@ -413,7 +413,8 @@ def _is_reshape(node: fx.Node) -> bool:
 
 
 def _is_shared(total: Any, last: fx.Node, adds: Collection[fx.Node]) -> bool:
-    """Whether something else reads what chunks' terms are written into, up to the `last` of these writes or later."""
+    """Whether more than the chunks' terms (`adds`) use the tensor that they are added to: it is an input, or has
+    further users, or views up to `last`."""
     if not isinstance(total, fx.Node):
         return False
     nodes = [*total.graph.nodes]
@@ -738,7 +739,7 @@ class _Joiner:
 
 
 def _holds(dtype: torch.dtype, numbers: Sequence[float]) -> bool:
-    """Whether a tensor's dtype holds numbers as an op takes them: of 16 bits as they are."""
+    """Whether an op takes numbers as they are with a tensor of this dtype: a 16-bit one must hold them exactly."""
     if not dtype.is_floating_point:
         return dtype is not torch.bool and all(isinstance(number, int) for number in numbers)
     return dtype.itemsize > 2 or all(torch.tensor(number, dtype=dtype).item() == number for number in numbers)

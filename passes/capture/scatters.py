@@ -135,7 +135,7 @@ def replace_written(node: fx.Node, x: fx.Node, new: fx.Node, mode: FakeTensorMod
 
 
 def _alone(node: fx.Node, x: fx.Node) -> bool:
-    """Whether nothing but `x` itself reads behind `node`, which writes into it, what the memory held before."""
+    """Whether of all that shares the memory of `x` before `node` writes into it, `x` alone is read behind `node`."""
     memory = memory_of(x)
     shared = [n for n in node.graph.nodes if memory is not None and memory in _memories(n)]
     if not shared or any(n.op in ("placeholder", "get_attr") for n in shared):
@@ -165,7 +165,7 @@ def _within(view: tuple[Any, ...] | None, entries: tuple[Any, ...] | None) -> tu
 
 
 def _is_mask(x: Any, mask: Any) -> bool:
-    """Whether a node's bools tell of each entry of the first dims of another, or of all of them."""
+    """Whether `mask` holds bools, one for each entry of the first dims of `x`, or of all."""
     if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
         return False
     held, told = x.meta.get("example_value"), mask.meta.get("example_value")
@@ -175,7 +175,7 @@ def _is_mask(x: Any, mask: Any) -> bool:
 
 
 def _fits(x: fx.Node, value: Any) -> bool:
-    """Whether a number is one that the tensor's dtype holds as it is."""
+    """Whether the dtype of `x` holds the number `value` as it is."""
     held: Tensor = x.meta["example_value"]
     if isinstance(value, fx.Node):
         value = value.meta.get("example_value")
@@ -185,7 +185,7 @@ def _fits(x: fx.Node, value: Any) -> bool:
 
 
 def _is_row(x: fx.Node, mask: fx.Node, value: Any) -> bool:
-    """Whether what is written is one row, of what stands behind the mask's dims."""
+    """Whether `value` is one row, of the dims of `x` behind the mask's."""
     held, row = x.meta["example_value"], value.meta.get("example_value") if isinstance(value, fx.Node) else None
     behind = held.ndim - mask.meta["example_value"].ndim
     return isinstance(row, Tensor) and row.dtype == held.dtype and 0 < row.ndim <= behind
@@ -250,7 +250,7 @@ def part_masked_scatter(gm: fx.GraphModule, counts: Collection[Any], kept: Colle
 
 
 def _is_by_token(given: Sequence[Any], counts: Collection[Any]) -> bool:
-    """Whether whole rows of tokens are put into floats, and the rows are not cut."""
+    """Whether a scatter fills whole tokens of a floating-point tensor from rows that are not cut over ranks."""
     values: list[Any] = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in given]
     x, mask, source = values
     if not all(isinstance(value, Tensor) for value in values) or not x.is_floating_point():
@@ -569,8 +569,8 @@ def _token_dim(x: fx.Node, counts: Collection[Any]) -> int | None:
 
 
 def _near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
-    """Whether whole numbers may be read by a mask: what follows from them in whole numbers has two dims of T, or
-    attention reads it."""
+    """Whether a mask may read the whole numbers `x`: something that is computed of them in whole numbers has two dims
+    of T, or attention reads it."""
     if x.meta["example_value"].is_floating_point():
         return False
     memory = memory_of(x)

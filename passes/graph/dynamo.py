@@ -397,7 +397,7 @@ def known_objects() -> dict[int, bool]:
 
 
 Same = Callable[[Any, Any], bool]
-"""Whether two numbers are the same, of which one, or both, may be made of sizes."""
+"""Tells if two numbers are the same, of which one, or both, may be made of sizes."""
 
 
 def first_difference(ours: fx.GraphModule, other: fx.GraphModule, same: Same) -> fx.Node | None:

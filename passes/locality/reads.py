@@ -45,7 +45,7 @@ class Reads:
         self.resets = sharding.reset_states
         self.found: dict[fx.Node, NeighbourRead] = {}
         self._moved: dict[fx.Node, bool] = {}
-        """Whether nodes moved tokens when they were walked before, as those of nested regions may be."""
+        """For nodes that were walked before, as those of nested regions may be: whether they moved tokens."""
         self._written, self._without_gradients = _written_memory(gm), _without_gradients(gm)
 
     def visit(self, node: fx.Node, visit: Visit) -> States:
@@ -93,7 +93,7 @@ class Reads:
         return Rows(dims, rows.fill if read.read.keeps_fill else None, attended=rows.attended)
 
     def _moves_on(self, node: fx.Node) -> bool:
-        """Whether a node only moves on what it reads."""
+        """Whether a node moves what it reads and does nothing else."""
         if node.op not in ("call_function", "call_method") or written_nodes(node):
             return False
         if isinstance(node.target, HigherOrderOperator):
@@ -102,7 +102,8 @@ class Reads:
         return isinstance(outcome.states, Moved) and not outcome.events.refusals
 
     def _holds(self, node: fx.Node, state: States) -> bool:
-        """Whether what moved tokens are made of is there, as it was, where they are read."""
+        """Whether moved tokens can still be read where they came from: in this graph, not written since, with the same
+        gradient."""
         if not isinstance(state, Moved) or self._written is None:
             return False
         read = [node, state.source, *_others(state)]
@@ -222,7 +223,7 @@ def _rows(of: Any, pieces: Sequence[Piece]) -> int:
 
 
 def _has_gradient(state: States) -> bool:
-    """Whether what moved tokens are made of has a gradient."""
+    """Whether a tensor that moved tokens came from has a gradient."""
     if not isinstance(state, Moved):
         return False
     read = [state.source] * any(piece.of is None for piece in state.entries.pieces)

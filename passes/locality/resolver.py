@@ -101,7 +101,7 @@ class Resolver:
         return None
 
     def changes(self, node: fx.Node) -> bool:
-        """Whether something is done to a node, beside leaving rows that fill a rank up out of its sums."""
+        """Whether a node is changed otherwise than by leaving rows that fill a rank up out of its sums."""
         return not self._known.get(node, NO_STEPS).local
 
     def add_output(self, output: fx.Node, leaf: fx.Node, conversions: Sequence[Conversion], why: str) -> None:

@@ -86,5 +86,5 @@ def _asks_for_sizes(node: fx.Node) -> bool:
 
 
 def _casts(gm: fx.GraphModule) -> bool:
-    """Whether autocast is on somewhere: what is computed by rows would run where it is not."""
+    """Whether a graph has autocast on anywhere: what is computed by rows would run outside of it."""
     return any(bool(cast[2]) for casts, _ in modes_of(gm.graph).values() for cast in casts if len(cast) > 2)

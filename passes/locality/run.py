@@ -63,7 +63,7 @@ class Trace(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         self.seen: set[str] = set()
         """Names of the ops that the node ran."""
         self.counted = False
-        """Whether one of them was given a fraction made from the token count."""
+        """True: one of its ops was given a fraction made from the token count."""
 
     def start(self, node: fx.Node, states: Sequence[tuple[Tensor, TensorState]], gradients: Sequence[Tensor]) -> None:
         """Watch one node; arguments as of `NodeFacts.start`."""

@@ -190,8 +190,8 @@ class _Walk:
             self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
 
     def stands_in_order(self, state: Rows, dim: int, rows: bool) -> bool:
-        """Whether what was cut, the tokens of a row or of all `rows`, is outermost in a dim of chunks that are put one
-        behind another."""
+        """Whether tokens (with `rows`: rows of the batch, then tokens) are outermost in a dim in which chunks are put
+        one behind another."""
         axis = tuple(factor for factor in state.dims[dim] or () if factor != B or self.extents.batch != 1)
         return has(axis[:1], B) and has(axis[:2], T) if rows else has(axis[:1], T)
 
@@ -416,7 +416,7 @@ def _from_the_front(part: Any) -> bool:
 
 
 def _looks_up(user: fx.Node, node: fx.Node, original: bool) -> bool:
-    """Whether an op reads entries at places that tokens have among them, or tells these places."""
+    """Whether an op finds places among the offsets `node`, or reads them at such places."""
     name = op_name(user)
     if name == "searchsorted":
         return user.args[0] is node and user.args[1:2] != (node,)

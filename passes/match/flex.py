@@ -60,7 +60,8 @@ _NO_MATTER = frozenset(
 
 @dataclass(frozen=True)
 class Varlen:
-    """Such a node's operands by torch's names. form: "THD", documents of one packed row, or "BTHD", whole rows."""
+    """Operands of an operator without a mask, by torch's names. form: "THD", documents of one packed row, or "BTHD",
+    whole rows."""
 
     args: dict[str, Any]
     form: str
@@ -69,7 +70,7 @@ class Varlen:
 
 
 def is_varlen(node: fx.Node) -> bool:
-    """Whether a node is such an operator. It returns (out, logsumexp, …)."""
+    """Whether a node is torch's or flash-attn's operator without a mask. It returns (out, logsumexp, …)."""
     if node.op != "call_function":
         return False
     schema = schema_of(node.target)
@@ -178,7 +179,7 @@ def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prov
 
 
 def _stands_in(scope: Scope, args: dict[str, Any], prover: Prover) -> bool:
-    """Whether the lists of blocks are of a block mask of the batch, which `shard` compared with the packing."""
+    """Whether the lists of blocks are those of a block mask in the batch, which `shard` compared with the packing."""
     return all(resolve(scope, x)[1] in prover.tokens.masks for x in FlexBlocks.read(args["block_mask"]).lists)
 
 

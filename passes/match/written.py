@@ -192,7 +192,7 @@ def _heads_of(node: fx.Node) -> list[Any]:
 
 
 def keeps_pairs(node: Any) -> bool:
-    """Whether a node is logits or weights (…, T, T), of which only the dims before are viewed otherwise."""
+    """Whether a node views logits or weights (…, T, T) and changes only dims before these two."""
     source = node.args[0] if op_name(node) in _VIEWS else None
     shapes = shape_of(source), shape_of(node)
     if None in shapes or not all(3 <= len(shape or ()) <= 4 for shape in shapes):
@@ -202,7 +202,7 @@ def keeps_pairs(node: Any) -> bool:
 
 
 def is_copy(node: Any) -> bool:
-    """Whether a node has the numbers of its operand, in another floating-point dtype or memory perhaps."""
+    """Whether a node copies the numbers of its operand, to another floating-point dtype or memory perhaps."""
     source = node.args[0] if isinstance(node, fx.Node) and node.args else None
     return op_name(node) in _COPIES and shape_of(source) == shape_of(node) and is_float(source) and is_float(node)
 
@@ -312,7 +312,7 @@ def find_scores(node: Any, reader: fx.Node) -> Scores | None:
 
 
 def _is_bounded(node: fx.Node) -> bool:
-    """Whether a node is max(logits, c), where c is so low that it drops keys anyway."""
+    """Whether a node is max(logits, c) with a c so low that keys are dropped anyway."""
     name = op_name(node)
     if name not in ("max", "maximum", "clamp", "clamp_min") or shape_of(node) != shape_of(node.args[0]):
         return False

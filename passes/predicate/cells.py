@@ -1,4 +1,4 @@
-"""Whether a relation holds in a cell, by bounds of its terms.
+"""Bounds of its terms tell whether a relation holds in a cell.
 
 The value of a mask in a cell, once the terms of its symbolic value are read.
 """
@@ -205,8 +205,8 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
 
 
 def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
-    """Whether a form is a multiple of what is never 0: id - id of two documents, or a token less the one that documents
-    end (start) with, where another token of its document follows (precedes) it."""
+    """Whether a form is a multiple of a number that is never 0: id - id of two documents, or a token less the one that
+    documents end (start) with, where another token of its document follows (precedes) it."""
     low, high = cell.span
     if len(terms := {*form} - {ONE}) == 1:
         value = -form.get(ONE, 0) / form[term := terms.pop()]

@@ -96,7 +96,7 @@ class Count:
 
     @property
     def counts_starts(self) -> bool:
-        """Whether all documents' starts are counted: all offsets from `first` on, the last of all perhaps not."""
+        """Whether the starts of all documents are counted: all offsets from `first` on, but perhaps the last."""
         return sympy.expand(self.last - self.size + 2).is_negative is False
 
 

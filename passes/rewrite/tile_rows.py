@@ -165,8 +165,8 @@ def _number(value: Any, rows: Any, extents: Extents) -> Any:
 
 
 def leaves_out(state: State) -> bool:
-    """Whether a graph's wide outputs are left out where it gives a loss. With a capacity steps are replayed, which
-    runs none of what would make them."""
+    """Whether a graph that gives a loss leaves out its wide outputs. Not with a capacity: replayed steps run nothing
+    that would make them."""
     sharding = state.sharding
     asked = state.loss_alone or (sharding.tile is not None and not sharding.keep_outputs)
     return asked and sharding.capacity is None and bool(_losses(state.graph_module))

@@ -303,7 +303,7 @@ def index(call: Call) -> TensorState:
 
 
 def _picks_tokens(call: Call, x: Tensor, dim: int, i: Tensor) -> bool:
-    """Whether an index is a mask, and not one of the entries of a dim without tokens, which all ranks know."""
+    """Whether an index is a mask by tokens: not one that all ranks have, of a dim without tokens."""
     if i.dtype not in (torch.bool, torch.uint8):
         return False
     return i.ndim != 1 or call.state(i) is not REPLICATED or call.entries(x)[dim][0] is not None

@@ -20,7 +20,7 @@ from cp_rewrite.passes.predicate.symbolic import Expr
 from cp_rewrite.passes.predicate.worlds import FROM_0, Cell, Linear, Span
 
 Kept = Mapping[Cell, bool | str]
-"""Whether a mask keeps the keys of each cell; a text: what else it does."""
+"""For each cell whether a mask keeps its keys; a text: what else it does."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Relation:
         return set()
 
     def never(self, term: Expr, value: Expr) -> bool:
-        """Whether a term is never of a value."""
+        """Whether `term` never has this value."""
         return False
 
     def numbers(self, cell: Cell) -> tuple[Span, Span, Span]:
@@ -75,7 +75,7 @@ class Relation:
         return cell.never_falls, FROM_0, FROM_0
 
     def impossible(self, cell: Cell) -> bool:
-        """Whether batches are held to have no such pair."""
+        """Whether no batch may have such a pair."""
         return False
 
     def expected(self, cell: Cell, form: Form) -> bool | type[Relation] | None:

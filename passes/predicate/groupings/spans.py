@@ -101,7 +101,7 @@ class SpanRelation(Relation):
         return found | ({_SPANS} if self.held is Held.TWO else set())
 
     def never(self, term: Expr, value: Expr) -> bool:
-        """Whether a token's mark, less the base, is another one than `value`: it is in no span."""
+        """Whether `value` (less the base) marks spans, and the token of `term` is in none."""
         if self.marks.kind == "ids" or value not in self.marks.inside:
             return False
         return (term == SQ and not self._query) or (term == SK and not self._key)
