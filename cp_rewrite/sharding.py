@@ -1,6 +1,6 @@
 """The annotation: which arguments carry tokens, how rows are packed, and how attention over them is shared out.
 
-What an annotation may say: its choices by name, and checks of what it was given.
+Arguments of an annotation: their choices by name, and checks.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ def _range_by_count(call_range: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ranges_of(shape_env: Any) -> frozenset[range]:
-    """Such ranges in what Dynamo traced under a shape environment."""
+    """Ranges whose steps Dynamo counted so while it traced under a shape environment."""
     return frozenset(vars(shape_env).get("_cp_rewrite_ranges", ()))
 
 

@@ -5,7 +5,7 @@
 
 Both ends are minimal cuts: a tensor that crosses costs its bytes a row, once, however many read it.
 
-What each node of a rewritten graph is for a rank's rows: made of them one by one, a sum over them, or neither.
+Kinds of nodes of a rewritten graph, by a rank's rows: made of them one by one, a sum over them, or neither.
 
 The proof of locality cuts a row over ranks; tiles cut a rank's rows in the same way. So the same rules say which nodes
 may run tile by tile: those that give rows of rows, or sums over rows that add up, with nothing inserted for it. All

@@ -20,7 +20,7 @@ Where the main thread is, as another thread sees it: the line of the user's prog
 `faulthandler` reads the frames. `sys._current_frames()` and `f_back` make an object for each frame, and Dynamo, which
 runs the main thread's frames by itself on Python 3.11, then crashes the process.
 
-What a rank did since all ranks last compared something: calls of the model, their backwards, and with what it began
+A rank's history since all ranks last compared something: calls of the model, their backwards, and the thing that began
 the next comparison.
 
     c7.1        call 1 since the batch of turn 7 was cut begins, of a model whose weights are gathered first

@@ -6,8 +6,8 @@ Which attention plans are made for: that of graphs that all ranks of a group hav
     its model call   compiled; all ranks have found their graphs alike, and note how attention runs there
     later batches    planned for that
 
-What a batch is planned for must be the same on all ranks: it is read in the thread that trains, at places of the loop,
-however far ahead a batch is planned.
+All ranks must plan a batch for the same attention: it is read in the thread that trains, at places of the loop, however
+far ahead a batch is planned.
 """
 
 from __future__ import annotations

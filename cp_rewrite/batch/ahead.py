@@ -3,7 +3,7 @@
     thread    batch 1, plan 1 | batch 2, plan 2 | waits         | batch 3, plan 3
     main      step 0                            | cut 1, step 1                   | cut 2, step 2
 
-What is planned: the rows of ranks are joined (`rows="own"`), the documents of a batch are read, its plan and, from the
+Ahead, the rows of ranks are joined (`rows="own"`), the documents of a batch are read, its plan and, from the
 second batch on, the tables that the compiled graphs read are made. Batches are cut, and ranks compared, in the thread
 that trains, in the loader's order. That thread also says what each batch is planned for, when it takes the batch
 `ahead` + 1 places before: so this does not depend on how fast threads are, and is the same on all ranks.

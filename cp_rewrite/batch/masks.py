@@ -1,6 +1,6 @@
 """The masks among a batch's arguments: compared with its documents, and replaced by what stands in for them.
 
-What stands in for a mask on a rank. No rank reads it: the plan says what it says.
+A tensor stands in for a mask on a rank. No rank reads it: the plan says what it says.
 
 batch["mask"]   (B, 1, T, T)        compared with the documents, on each batch
 local["mask"]   (B, 1, T_l, T_l)    one value, expanded: NaN, or False, so that whoever reads it after all shows
@@ -134,7 +134,7 @@ def differing(seen: Any, documents: Documents, mask: PackedMask, q: Ints, k: Int
     """Indices (N, ndim) of `seen`, to whose shape `q` and `k` broadcast, where it says another thing than `mask` of a
     pair that is `known`.
 
-    What queries of no document see is left out: no document depends on it.
+    Queries of no document are left out: no document depends on what they see.
     """
     real = mask.documents(documents).document_ids()[q] >= 0
     return np.argwhere((seen != mask.sees(documents, q, k)) & real & known)

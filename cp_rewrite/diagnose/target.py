@@ -1,6 +1,6 @@
 """Attention of a step on the machine that training will run on: its seconds, and bytes between GPUs.
 
-What a captured graph keeps for its backward, layer by layer, about as torch's compilers do.
+Memory that a captured graph keeps for its backward, layer by layer, about as torch's compilers do.
 
 Kept are operands of matrix products, of attention and of recurrences, and results of products that something not linear
 reads: these are not computed again. Recurrences by kernels also keep what their forward solved. Views share what they

@@ -6,11 +6,11 @@ tokens of them                   a0   a1   b0   b1       `sharding.shard`
 weights, gradients               1/4  2/4  3/4  4/4      FSDP2, over all ranks; DDP: whole on each
 loss                             a    a    b    b
 
-What a rank's model returns, with the values of one process and gradients for what averages over ranks.
+Outputs of a rank's model, with the values of one process and gradients for what averages over ranks.
 
 Hooks by which `transformers`, PEFT and TRL give reentrant checkpoints of frozen models gradients.
 
-What ranks do between calls of a model whose weights FSDP shards: its collectives meet in no graph, and what a rank
+Checks of ranks between calls of a model whose weights FSDP shards: its collectives meet in no graph, and what a rank
 leaves out shows in no other rank's weights.
 """
 
@@ -230,7 +230,7 @@ def parallelize(
     summed over the group; per-token outputs are this rank's. Outside of a batch's block, under `torch.no_grad()`, the
     model is the plain one, on whole rows.
 
-    What changes the forward (adapters, gradient checkpointing, dtypes) comes before; the optimizer comes after.
+    Changes of the forward (adapters, gradient checkpointing, dtypes) come before; the optimizer comes after.
 
     Args:
         model: with its weights, on any device, or on `meta`: call `to_empty(device=…)` and set weights and buffers

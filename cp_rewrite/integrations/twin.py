@@ -3,7 +3,7 @@
 FSDP's hooks and sharded weights break a graph. The twin has neither: its parameters have shape, dtype and device of the
 whole ones, and no memory. All else is shared with the model (buffers, objects that hold no module) or a copy.
 
-What can't be done to a model once it is parallelized: each raises, and says what to do instead.
+Uses that a parallelized model refuses: each raises, and says what to do instead.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def with_valid_fill(x: Tensor, dim: int, has_token_BT: Tensor, source_BT: Tensor
         source       0 1 2 1 1
         result       a b c b b
 
-    What a model computes of fill is then as valid as of tokens, whatever has made the tensor. No gradient goes there.
+    Fill is then as valid to a model as tokens are, whatever has made the tensor. No gradient goes there.
 
     Args:
         x: T_l rows at `dim`; the rows of the batch, where there are several, at `dim - 1`.

@@ -174,7 +174,7 @@ def tiled_backward(
 ) -> list[Tensor]:
     """Gradients of a region's `needed` operands, of those of its `differentiable` results.
 
-    Those of what all tiles read are summed over tiles in fp32 (fp64 for fp64)."""
+    Gradients of operands that all tiles read are summed over tiles in fp32 (fp64 for fp64)."""
     found = REGIONS[region]
     given = [*zip(grads, [found.result_dims[i] for i in found.differentiable], strict=True)]
     return run_tiles(found, rows, wholes, tile, "gradients", _gradient_dims(found), given)

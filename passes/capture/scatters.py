@@ -19,7 +19,7 @@ h[:, 1:].mul_(3)         h[:, 1:] *= 3
 u = h[:, 1:]; u[:] = y   h[:, 1:] = y
 h.masked_scatter(m, x)   where(m, x[place], h)
 
-What moves tokens and does more at once, as nodes that each do one of both.
+Nodes that move tokens and do more at once become nodes that each do one of both.
 
 x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
 x[:, 1:, :4]                x[:, :, :4], and of that [:, 1:]

@@ -1,8 +1,8 @@
 """One ATen op as locality rules see it: its arguments by name, and the states of its tensors.
 
-What is known while one node of the graph runs, and what its ops give rise to: rules read and write it.
+Facts about the node of the graph that runs, and events of its ops: rules read the ones and write the others.
 
-What to do about an op that mixes tokens: it depends on what the op is for.
+Advice about an op that mixes tokens: it depends on what the op is for.
 """
 
 from __future__ import annotations

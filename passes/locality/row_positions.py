@@ -1,6 +1,6 @@
 """Positions that `arange` makes once for all rows of a batch, where each row is cut in an order of its own.
 
-What is computed of them has no dim of rows; it gets one, up to where it meets tensors that have it.
+Tensors that are computed of them have no dim of rows; they get one, up to where they meet tensors that have it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 The first that holds is taken. A way that takes in rows without a token holds for want of a better one.
 Ways say what they give of a `Call`, and change nothing: what came of it is noted once it is taken.
 
-What makes an operand another claim true than it has: one table, and how an op may read its operands by it.
+Conversions of an operand, each of which makes another claim true than it has: one table, and how an op may read its
+operands by it.
 
     op                            operands                    read as, the cheapest first
     x.square().sum()              Rows                        0 in rows without a token

@@ -3,7 +3,7 @@
 Positions of the shard made global: for all rows of the batch at once, or, where these are cut in different orders,
 for each row by itself (`locality/row_positions.py`).
 
-What takes the place of a node that shifts, rolls or convolves tokens, on graph proxies.
+Replacements of nodes that shift, roll or convolve tokens, on graph proxies.
 
 x (B, T_l, C)  ->  rows (B T_l, C)  ->  neighbour_rows (E, C)  ->  (B, T_l, C)
                                           |

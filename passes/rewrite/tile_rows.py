@@ -1,6 +1,6 @@
 """A region of the graph becomes one op that runs it tile by tile: its nodes are traced to ATen with their gradients.
 
-What an op runs for a region of a graph: the region's nodes as ATen graphs, with their gradients.
+Nodes of a region as the ATen graphs that an op runs for it, with their gradients.
 
 Wide outputs beside a loss are given by no graph: what they are computed of, row by row, is given in their place.
 

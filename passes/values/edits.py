@@ -1,6 +1,6 @@
 """How a node that is not the same on a shard is made so: by what is put before its operands, or inside of it.
 
-What the locality check found in a graph: what the rewrite does to it, and what each batch is asked.
+Findings of the locality check in a graph: what the rewrite does to it, and what each batch is asked.
 """
 
 from __future__ import annotations

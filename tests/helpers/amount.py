@@ -56,7 +56,7 @@ def share(cases: Sequence[Value]) -> list[Value]:
 
 
 def examples(all_of_them: int, quick: int | None = None) -> int:
-    """So many where nothing is left out; elsewhere `quick`, by default a third."""
+    """A number of examples: all where nothing is left out; elsewhere `quick`, by default a third."""
     return all_of_them if everything else quick or -(-all_of_them // 3)
 
 

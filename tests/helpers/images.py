@@ -17,7 +17,7 @@ VOCAB, START, IMAGE, VIDEO = 64, 57, 58, 59
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 Document = Sequence[int | tuple[int, int]]
-"""So many tokens of text, and images of so many patches, high and wide: four of them are a token."""
+"""Parts of a document: n tokens of text, or an image of (high, wide) patches, four of which are a token."""
 PATCHES: dict[str, Any] = {
     "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "num_heads": 2,
     "initializer_range": 0.2,

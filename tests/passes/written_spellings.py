@@ -19,7 +19,7 @@ Attention = Callable[..., Tensor]
 class Written(nn.Module):  # pyright: ignore[reportUntypedBaseClass]
     """`attend(q, k, v, keep)`, with sinks where its name ends so. 4 query heads, `kv_heads` repeated key heads.
 
-    Of several functions it gives a list, from one graph.
+    With several functions it returns a list, from one graph.
     """
 
     def __init__(self, *attends: Any, kv_heads: int = 2) -> None:

@@ -15,9 +15,9 @@ Three things are used, of exactly the versions in `VERSIONS`, whose source was r
 
 Calls of FlashAttention 4's compiled kernels, noted once per batch and made again for its other layers.
 
-What `_flash_attn_fwd` and `_flash_attn_bwd` give to these kernels: tensors of the layer, in places that `_FORWARD`,
-`_PREPROCESS` and `_KERNEL` name; sums that the backward makes for itself; and what is the same for all layers. Only for
-the versions in `VERSIONS`.
+Arguments of these kernels, as `_flash_attn_fwd` and `_flash_attn_bwd` give them: tensors of the layer, in places that
+`_FORWARD`, `_PREPROCESS` and `_KERNEL` name; sums that the backward makes for itself; and what is the same for all
+layers. Only for the versions in `VERSIONS`.
 """
 
 from __future__ import annotations

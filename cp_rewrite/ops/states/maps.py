@@ -94,7 +94,7 @@ def delta_maps(inputs: Sequence[Tensor], scale: float, l2norm: bool) -> tuple[Ma
 
         S_t = (I - beta_t k_t k_tᵀ) diag(exp(g_t)) S_{t-1} + beta_t k_t v_tᵀ        o_t = S_tᵀ q_t · scale
 
-    Of Yang et al., Gated Delta Networks (arXiv 2412.06464), and Kimi Linear (arXiv 2510.26692), whose WY form of a
+    From Yang et al., Gated Delta Networks (arXiv 2412.06464), and Kimi Linear (arXiv 2510.26692), whose WY form of a
     chunk becomes one map here.
 
     Args:

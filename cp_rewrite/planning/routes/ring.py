@@ -8,7 +8,7 @@ an *entry* of the kernel:
     step 0 (own rows, A)      keys 0 1 | 4 5      one entry: all queries see 0 1, so causal over 0 1 4 5 is right
     step 1 (rows of B)        keys 2 3            one entry, full
 
-Of a run that ends e keys before the piece's last key the window (left, right) is (left - e, right + e). Entries of one
+The window (left, right) of a run that ends e keys before the piece's last key is (left - e, right + e). Entries of one
 piece and step run one after another, in *rounds*.
 """
 

@@ -8,7 +8,7 @@
 Each function names what an op gives where its first tensor has its tokens in a dim that it reduces. The classes run it:
 they are called with `Ranks`, the op and its arguments.
 
-What each token gets of a number over all tokens of the row.
+Results of each token by a number over all tokens of the row.
 
     x.softmax(1)    exp(x - logsumexp of all ranks)
     batch_norm      (x - mean) / sqrt(var), of the tokens of all ranks; running statistics are of these, too
