@@ -91,7 +91,8 @@ def experts_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, weight, up, down and the biases that there are. Those of experts are sums over the tokens of all
     ranks of the group. known, places, weights, rows, first: as `experts` gave them."""
-    way, pairs = _kept(chosen, up.shape[0], group, shown(known, -1).tolist(), places, weights)
+    own, ranks = up.shape[0], GROUPS[group][1] if group else 1
+    way, pairs = _kept(chosen, own, group, shown(known, 2 * ranks + own).tolist(), places, weights)
     products = _Products(pairs, transposed, up, down, up_bias, down_bias, grad.dtype)
     rows, first = shown(rows, sum(way.recv), grad.shape[1]), shown(first, products.size, products.up.shape[2])
     dx, dweight, *others = products.backward(rows, first, way.go(grad), gate)
@@ -115,13 +116,12 @@ def hidden(x: Tensor) -> Tensor:
 
 
 def shown(x: Tensor, *shape: int) -> Tensor:
-    """The tensor of this shape that `hidden` was given; of the shape -1 all that there is.
+    """The tensor of this shape that `hidden` was given.
 
     Raises:
         RuntimeError: a copy of the entry came back.
     """
     entries = x.untyped_storage().nbytes() // x.element_size()
-    shape = (entries,) if shape == (-1,) else shape
     needed = math.prod(shape)
     if needed > entries or x.storage_offset():
         raise RuntimeError(

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
 from cp_rewrite.agree import turns
-from cp_rewrite.experts.layers import SharedExperts
+from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.sharding import Sharding, device_of
 
 from .forward import GlobalForward
@@ -157,6 +157,13 @@ def refused_settings(plugin: Any) -> Mapping[str, tuple[Any, str]]:
     }
 
 
+def check_experts(accelerator: Accelerator, experts: Any) -> None:
+    """Raise a TypeError or a ValueError where `experts` of all ranks can't share a set, whatever the model."""
+    check_size(experts, dist.get_world_size() if dist.is_initialized() else 1)
+    if experts > 1 and not accelerator.is_fsdp2:
+        raise ValueError(f"experts={experts} goes with FSDP alone: fsdp=True, fsdp_config={{'version': 2}}")
+
+
 def make_twin(
     model: nn.Module, sharding: Sharding, accelerator: Accelerator, experts: int
 ) -> tuple[Twin | None, SharedExperts | None]:
@@ -164,10 +171,8 @@ def make_twin(
     layers whose `experts` so many ranks will share, None for 1.
 
     Raises:
-        TypeError, ValueError: these ranks can't share these experts, or nothing shards weights.
+        ValueError: ranks can't share this model's experts.
     """
-    if experts != 1 and not accelerator.is_fsdp2:
-        raise ValueError(f"experts={experts} goes with FSDP alone: fsdp=True, fsdp_config={{'version': 2}}")
     if not accelerator.is_fsdp2:
         return None, None
     shared = None if experts == 1 else SharedExperts(model, _all_ranks(sharding), experts)

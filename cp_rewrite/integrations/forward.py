@@ -248,8 +248,17 @@ class GlobalForward:
         forward._cp_rewrite_forward = self  # type: ignore[attr-defined]
         self.model.forward = forward
 
-    def adopt(self, sharding: cp.Sharding, switch: Switch) -> None:
-        """Serve another trainer of the same model."""
+    def adopt(self, sharding: cp.Sharding, switch: Switch, experts: int) -> None:
+        """Serve another trainer of the same model. experts: how many ranks are to share a set there.
+
+        Raises:
+            ValueError: as many do not share one since the first trainer.
+        """
+        was = 1 if self.shared is None else self.shared.size
+        if experts not in (1, was):
+            raise ValueError(
+                f"experts={experts}: a trainer before had this model with experts={was}; load it once more"
+            )
         if sharding != self.sharding:
             self._variants.clear()
         self.sharding, self.switch = sharding, switch

@@ -48,7 +48,8 @@ class HeldObjects:
         """`stand_ins`: of the model's weights, by id.
 
         Raises:
-            ValueError: a tensor that a module holds shares memory with a weight, or takes gradients and is no weight.
+            ValueError: a tensor that a module holds shares memory with a weight, or takes gradients and is no weight;
+                or an object that holds modules can't be copied.
         """
         weights = dict(model.named_parameters())
         self._of_model = {id(module): name for name, module in model.named_modules()} | dict.fromkeys(stand_ins, "")
@@ -59,6 +60,8 @@ class HeldObjects:
         for name, buffer in model.named_buffers():
             self._check_tensor(name, buffer)
         self._share([pair for name, module in model.named_modules() for pair in _values(name, module)])
+        for name, value, _ in self._copied.values():
+            self._copy(name, value)
         self.twin = copy.deepcopy(model, self.memo)
         for key in stand_ins:  # FSDP lets the weights go: other objects get their numbers
             del self.memo[key], self._of_model[key]
@@ -68,9 +71,18 @@ class HeldObjects:
     def stand_in(self, name: str, value: Any) -> Any:
         """The value of an attribute as the twin has it: itself, or a copy where it holds modules."""
         self._share([(name, value)])
-        found = copy.deepcopy(value, self.memo)
+        found = self._copy(name, value)
         self._note_pairs()
         return found
+
+    def _copy(self, name: str, value: Any) -> Any:
+        try:
+            return copy.deepcopy(value, self.memo)
+        except Exception as error:
+            raise ValueError(
+                f"{name} holds modules or weights, and can't be copied ({type(error).__name__}: {error}): let it hold "
+                "none, or none but in lists and dicts"
+            ) from error
 
     def check(self) -> None:
         """Raise a RuntimeError where an object that the twin has a copy of holds other things than when it was made."""

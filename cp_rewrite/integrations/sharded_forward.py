@@ -198,8 +198,9 @@ class SegmentBackend(Backend):
         value = input_value(node)
         if id(value) not in self._owners:
             raise ValueError(
-                f"{node.name} is a weight that no module of the model holds: make it a parameter of a module before "
-                "parallelize"
+                f"{node.name} is a weight that no module of the model holds, or that is reached past its modules (by a "
+                "function's closure, a weak reference): make it a parameter of a module before parallelize, and read "
+                "it there"
             )
         return self._owners[id(value)]
 

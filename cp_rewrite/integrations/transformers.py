@@ -20,6 +20,7 @@ import cp_rewrite as cp
 from cp_rewrite.batch.notes import WITHOUT_LIGER
 from cp_rewrite.integrations.accelerator import (
     ReplicaAccelerator,
+    check_experts,
     make_twin,
     present_replicas,
     refused_settings,
@@ -60,6 +61,7 @@ class ContextParallelMixin(_Base):
         self.args.accelerator_config.dispatch_batches = False
         super().create_accelerator_and_postprocess()
         _check_arguments(self)
+        check_experts(self.accelerator, self._experts)
         present_replicas(self.accelerator, self.sharding, self._parallelize, self._shard)
 
     def _parallelize(self, model: nn.Module) -> None:
@@ -72,7 +74,7 @@ class ContextParallelMixin(_Base):
             forward_class_of(inner)(inner, self.sharding, self._switch, twin, shared).install()
             refuse_copies(inner)
         else:
-            before.adopt(self.sharding, self._switch)
+            before.adopt(self.sharding, self._switch, self._experts)
 
     def _shard(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         forward = forward_of(_inner(model))

@@ -170,6 +170,16 @@ def test_a_copy_of_what_was_kept_is_an_error() -> None:
         dispatch.shown(kept.clone(), 2, 3)
 
 
+def test_a_copy_is_an_error_on_a_rank_without_tokens_too() -> None:
+    """Others would wait for it in the exchange of gradients."""
+    nothing, weights = torch.zeros(0, K), {"up": torch.ones(1, 2 * F, C), "down": torch.ones(1, C, F)}
+    rows = {"x": torch.zeros(0, C, requires_grad=True), "chosen": nothing.long(), "weight": nothing}
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        out = run(rows, weights, False, "")
+    with pytest.raises(RuntimeError, match="save_on_cpu"):
+        out.sum().backward()
+
+
 # -- mutants: each is one change of the dispatch that must show ----------------------------------------------
 
 

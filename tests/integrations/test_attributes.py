@@ -138,6 +138,18 @@ def scale_held(net: Net) -> None:
     net.layers[0].held.scale = 2.0
 
 
+class Uncopied(Box):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one")
+
+
+def uncopied() -> Net:
+    net, box = Net(), Uncopied()
+    box.scale = net.head  # pyright: ignore
+    net.held = box
+    return net
+
+
 REFUSED: dict[str, tuple[Callable[[], Net], Change, str]] = {
     "a write into what holds a module": (
         lambda: holding(scale_held),
@@ -145,6 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], Change, str]] = {
         r"layers\.\d\.held, which holds modules",
     ),
     "a change of what holds a module": (holding, set_box, r"layers\.\d\.held holds modules and was changed"),
+    "what can't be copied holds a module": (uncopied, nothing, r"held holds modules .* can't be copied .*there is one"),
     "a view of a weight": (tied, nothing, "view shares memory with head.weight"),
     "a tensor that takes gradients": (trained_aside, nothing, "layers.1.bias holds a tensor that takes gradients"),
 }

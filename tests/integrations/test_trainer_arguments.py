@@ -61,6 +61,50 @@ def test_weights_that_accelerate_would_not_shard_are_refused(pair: Pool, tmp_pat
     assert all("leave out fsdp=True, or use_cpu=True" in message for message in pair.run(2, refused_on_cpus, tmp_path))
 
 
+EXPERTS: list[tuple[Any, dict[str, Any], str]] = [
+    (2, {}, "experts=2 goes with FSDP alone"),
+    (3, FSDP, "experts=3 must divide the 2 ranks"),
+    (0, FSDP, "experts=0 must divide the 2 ranks"),
+    ("2", FSDP, "experts must be how many ranks"),
+]
+
+
+def experts_refused(mesh: DeviceMesh, folder: Path) -> list[str]:
+    found: list[str] = []
+    for experts, options, _ in EXPERTS:
+        with launched(mesh):
+            args, how = on_cpu(TrainingArguments(**settings_of(str(folder), **options))), {"experts": experts}
+            with pytest.raises((TypeError, ValueError)) as error:
+                ContextParallelTrainer(build_model("llama"), args, sharding=sharding_of(mesh), **how)
+            found.append(str(error.value))
+    return found
+
+
+def test_experts_that_these_ranks_can_not_share_are_refused(pair: Pool, tmp_path: Path) -> None:
+    for messages in pair.run(2, experts_refused, tmp_path):
+        assert all(words in found for found, (*_, words) in zip(messages, EXPERTS, strict=True))
+
+
+def other_trainer(mesh: DeviceMesh, folder: Path) -> str:
+    """The first copies the weights, the second asks that ranks share experts."""
+    model: Any = build_model("qwen3_moe")
+    for experts, options in ((1, {}), (2, FSDP)):
+        with launched(mesh):
+            args, how = on_cpu(TrainingArguments(**settings_of(str(folder), **options))), {"experts": experts}
+            accelerator: Any = ContextParallelTrainer(model, args, sharding=sharding_of(mesh), **how).accelerator
+            if experts > 1:
+                with pytest.raises(ValueError, match="load it once more") as error:
+                    accelerator.prepared(model)
+                return str(error.value)
+            accelerator.prepared(model)
+    raise AssertionError
+
+
+def test_experts_are_not_shared_by_a_second_trainer(pair: Pool, tmp_path: Path) -> None:
+    for message in pair.run(2, other_trainer, tmp_path):
+        assert "experts=2: a trainer before had this model with experts=1" in message
+
+
 def test_the_first_fsdp_is_refused() -> None:
     plugin = SimpleNamespace(
         fsdp_version=1, cpu_offload=None, activation_checkpointing=False, cpu_ram_efficient_loading=False,
