@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 8 examples/train_checkpoint.py Llama-3.1-8B --data texts --tokens 131072 --checkpointing
 
-The folder holds config, tokenizer and safetensors. No process ever holds the whole model: it is made without memory,
-sharded, and each rank reads its part of the files. Run it again with the same --out and it goes on where its last
-checkpoint is. `--out`/final is a folder that `from_pretrained` reads. The loop is that of train_fsdp.py beside it.
+The folder holds config, tokenizer and safetensors. No process holds the whole model: it is made without memory,
+sharded, and each rank reads its part of the files (rank 0 reads all where these have other names, as of single
+experts). Run it again with the same --out and it goes on where its last checkpoint is. `--out`/final is a folder that
+`from_pretrained` reads. The loop is that of train_fsdp.py beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
@@ -108,8 +109,25 @@ def load(args: argparse.Namespace, mesh: DeviceMesh, sharding: cp.Sharding) -> A
     for name, buffer in buffers.items():
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, buffer.to(mesh.device_type))
-    dcp.load(loadable(model), storage_reader=HuggingFaceStorageReader(args.folder))
+    read(model, args.folder)
     return model
+
+
+def read(model: nn.Module, folder: str) -> None:
+    """Give a sharded model the weights of a folder: each rank reads its parts. Where files have other names than the
+    model, as of single experts, rank 0 reads all by `from_pretrained` and hands parts out."""
+    given, reader = loadable(model), HuggingFaceStorageReader(folder)
+    if given.keys() <= reader.read_metadata().state_dict_metadata.keys():
+        dcp.load(given, storage_reader=reader)
+        return
+    whole, missing = dict[str, Any](), [set[str]()]
+    if dist.get_rank() == 0:
+        plain, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        whole, missing = plain.state_dict(), [found["missing_keys"]]
+    dist.broadcast_object_list(missing)
+    if missing[0]:
+        raise SystemExit(f"{folder} lacks {', '.join(sorted(missing[0]))}")
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
 def loadable(model: nn.Module) -> dict[str, Tensor]:

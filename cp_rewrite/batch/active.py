@@ -214,7 +214,9 @@ class ActivePlan:
         if (indices != indices[:1]).any():
             raise ValueError(
                 "the model makes positions for all rows of the batch at once, but this batch's rows are cut in "
-                "different orders: pass position_ids per row, or use one row per batch, or layout='head_tail'"
+                "different orders: pass position_ids per row, or use one row per batch, or "
+                "Sharding(layout='head_tail'), which cuts all rows alike. (Each row gets its own where nothing made of "
+                "them, as cos and sin, goes into checkpointed blocks)"
             )
         return self.plan.filled_indices(self.sharding.rank)[0]
 

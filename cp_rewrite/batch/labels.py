@@ -119,7 +119,8 @@ def shifted(
     if label_arg not in tokens:
         raise ValueError(
             f"{label_arg!r} are to be shifted, by shift_labels=True or by a trainer, and Sharding's tokens do not name "
-            f"them: add {label_arg!r}: 1 to these, or pass label_arg= where they have another name"
+            f"them: add {label_arg!r}: 1 to these, or shard(…, label_arg=…) where they have another name. Models "
+            "that shift labels themselves, or take targets, need no shift_labels=True"
         )
     if batch.get(SHIFTED) is not None:
         raise ValueError("the batch has 'shift_labels' already: leave out shift_labels=True, or that argument")

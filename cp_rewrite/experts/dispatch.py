@@ -16,8 +16,9 @@ Nothing is dropped. All sums are over lists in a fixed order: two runs are bitwi
 the choice -1, and go nowhere.
 
 The backward sends gradients of rows to their owners, and back. For it the forward gives, beside the rows that came, the
-places of rows and pairs, the weights of pairs, and the results of the first product. How long these are hangs on what tokens choose, which no compiler can know: to compilers
-each has one entry, and holds the memory of all (`hidden`). In a checkpoint they are dropped, and made once more.
+places of rows and pairs, the weights of pairs, and the results of the first product. How long these are hangs on what
+tokens choose, which no compiler can know: to compilers each has one entry, and holds the memory of all (`hidden`). In a
+checkpoint they are dropped, and made once more.
 
 Shapes: N tokens with k choices, C columns, F columns between the products; P ranks of e experts, E = P e. S rows are
 sent, R received; M (row, choice) pairs are of experts here.

@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
 
+import cp_rewrite as cp
+from tests.helpers.models import build_model
 from tests.helpers.pages import ROOT, blocks_of, follow, run_line
+from tests.helpers.pool import Pool
 
 PAGE = "docs/guides/checkpoint.md"
 STEPS, TOKENS, RATE, WARMUP, EVAL_BATCHES = 4, 501, 1e-3, 10, 4
@@ -54,6 +59,26 @@ def train_alone(example: Any, device: str = "cpu", tokens: int = TOKENS, steps: 
     with torch.no_grad():
         losses = [float(loss_of(batch)) * count for batch, count in zip(batches, counts, strict=True)]
     return model, sum(losses) / sum(counts)
+
+
+def weights_of_experts(mesh: DeviceMesh, folder: str) -> dict[str, torch.Tensor]:
+    """Those that the script loads of files that name single experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        example: Any = importlib.import_module("train_checkpoint")
+        args = SimpleNamespace(folder=folder, checkpointing=False, offload=[])
+        sharding = cp.Sharding(mesh, example.TOKENS, cp.PositionIds("position_ids"), inner="eager")
+        model = example.load(args, mesh, sharding)
+        return {name: x.full_tensor() for name, x in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_files_of_single_experts_are_loaded(pair: Pool, tmp_path: Path) -> None:
+    model = build_model("qwen3_moe", called=False)
+    model.save_pretrained(tmp_path)
+    assert any("experts.0." in name for name in load_file(tmp_path / "model.safetensors"))
+    for found in pair.run(2, weights_of_experts, str(tmp_path)):
+        assert all(torch.equal(found[name], x) for name, x in model.named_parameters())
 
 
 def held_out_loss(printed: str) -> float:
