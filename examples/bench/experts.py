@@ -105,10 +105,10 @@ def dispatched(options: argparse.Namespace, mesh: DeviceMesh, device: torch.devi
     weight, chosen = torch.rand(tokens, experts, device=device).topk(each)
 
     def there_and_back() -> None:
-        way = Dispatch(chosen, weight, experts // mesh.size(), group)
+        way, _ = Dispatch.of(chosen, weight, experts // mesh.size(), group)
         way.home(way.go(x))
 
-    way = Dispatch(chosen, weight, experts // mesh.size(), group)
+    way, _ = Dispatch.of(chosen, weight, experts // mesh.size(), group)
     rows = x[way.token].contiguous()
     runs = [lambda: way.exchange(rows), lambda: way.go(x), there_and_back]
     for run in runs:
