@@ -74,19 +74,19 @@ __all__ = [
 their C++ code turns symbolic sizes into constants. Dynamo runs what `comptime` is called with while it traces the
 call. `matmul` is the product written in Python, in bmm and views."""
 LARGE_BLOCK = _LARGE_SPARSE_BLOCK_SIZE
-CAPTURE_ERRORS = TorchDynamoException, ConstraintViolationError
-"""Raised where Dynamo can't capture a model, or not for all sizes that it was asked for."""
+"""A BlockMask of blocks of this size fits attention of any length."""
+READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
+"""True from 2.13 on: Dynamo reads a function once that is marked as a compile region, however often it is called."""
 
 
 def raised_in_capture(error: BaseException) -> bool:
-    """Whether an error came while Dynamo compiled: one of its own, or of what it called, as a failed assertion."""
+    """Whether an error came while Dynamo compiled: one of its own, as where it can't capture a model, or not for all
+    sizes that it was asked for; or of what it called, as a failed assertion."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, CAPTURE_ERRORS) or convert_frame._compile.__code__ in frames
+    own = isinstance(error, TorchDynamoException | ConstraintViolationError)
+    return own or convert_frame._compile.__code__ in frames
 
 
-READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
-"""True from 2.13 on: Dynamo reads a function once that is marked as a compile region, however often it is called."""
-"""A BlockMask of blocks of this size fits attention of any length."""
 # -- fake tensors and memory -------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ from cp_rewrite.ops.schemas import bind, call, gradients, keep, kept
 
 from . import gates
 
-GROUPS: dict[str, tuple[str, int]] = {}
+GROUPS: dict[str, tuple[str, int]] = {"": ("", 1)}
 """Names that all ranks know, as graphs are compared -> (the name of this rank's process group, its size)."""
 LOADS: deque[list[int]] = deque(maxlen=4096)
 """Rows that each rank of the group got, for each call of a layer in the newest batch. `cp.trace` tells of them."""
@@ -92,8 +92,7 @@ def experts_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, weight, up, down and the biases that there are. Those of experts are sums over the tokens of all
     ranks of the group. known, places, weights, rows, first: as `experts` gave them."""
-    own, ranks = up.shape[0], GROUPS[group][1] if group else 1
-    way, pairs = _kept(chosen, own, group, shown(known, 2 * ranks + own).tolist(), places, weights)
+    way, pairs = _kept(chosen, up.shape[0], group, known, places, weights)
     products = _Products(pairs, transposed, up, down, up_bias, down_bias, grad.dtype)
     rows, first = shown(rows, sum(way.recv), grad.shape[1]), shown(first, products.size, products.up.shape[2])
     dx, dweight, *others = products.backward(rows, first, way.go(grad), gate)
@@ -143,7 +142,7 @@ class Dispatch:
     def __init__(
         self, chosen: Tensor, own: int, group: str, known: list[int], at: Tensor, token: Tensor, ends: Tensor
     ) -> None:
-        self.chosen, self.own, (self.group, self.ranks) = chosen, own, GROUPS[group] if group else ("", 1)
+        self.chosen, self.own, (self.group, self.ranks) = chosen, own, GROUPS[group]
         self.known, self.at, self.ends = known, at, ends
         self.send, self.recv, self.sizes = (known[i:j] for i, j in _spans(self.ranks, self.ranks, own))
         self.token = token[: sum(self.send)]
@@ -152,7 +151,7 @@ class Dispatch:
     def of(cls, chosen: Tensor, weight: Tensor, own: int, group: str) -> tuple[Dispatch, Tensor]:
         """The way of tokens; and of the rows that came, (R, 2 k), their choices and weights as `choices.route` packs
         them. All that needs no sizes is enqueued before the host waits for them, once."""
-        name, ranks = GROUPS[group] if group else ("", 1)
+        name, ranks = GROUPS[group]
         chosen = chosen.long()
         counts, at, token, packed = choices.route(chosen, weight.to(_wide(weight)), own, ranks)
         got = _all_to_all(counts, [1] * ranks, [1] * ranks, name) if name else counts
@@ -212,10 +211,11 @@ class Pairs(NamedTuple):
 
 
 def _kept(
-    chosen: Tensor, own: int, group: str, known: list[int], places: Tensor, weights: Tensor
+    chosen: Tensor, own: int, group: str, given: Tensor, places: Tensor, weights: Tensor
 ) -> tuple[Dispatch, Pairs]:
-    """Both, as the forward's were: of the places that it kept, and the weights of pairs."""
-    (N, k), ranks = chosen.shape, GROUPS[group][1] if group else 1
+    """Both, as the forward's were: of the numbers and places that it kept, and the weights of pairs."""
+    (N, k), ranks = chosen.shape, GROUPS[group][1]
+    known: list[int] = shown(given, 2 * ranks + own).tolist()
     S, R, M = (sum(known[i:j]) for i, j in _spans(ranks, ranks, own))
     sizes = [N * ranks, S, own, M, R * k]
     at, token, ends, row, at_pairs = shown(places, sum(sizes)).split(sizes)

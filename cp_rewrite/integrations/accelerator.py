@@ -195,17 +195,16 @@ def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Modu
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
-    plugin, shared, device = accelerator.state.fsdp_plugin, forward.shared, device_of(forward.sharding)
+    plugin, shared = accelerator.state.fsdp_plugin, forward.shared
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, forward.model)
     forward.blocks = () if is_block is None else tuple(m for m in forward.model.modules() if is_block(m))
     mesh = _all_ranks(forward.sharding) if shared is None else shared.mesh
     turns.on_weights(forward.sharding, dict(model.named_parameters()), mesh)
     name = model._get_name()
     if shared is not None and forward.twin is not None:
-        shared.cut(forward.twin.owners.values(), device, mesh.size())
-    placement = None if shared is None else shared.placement()
+        shared.cut(forward.twin.owners.values(), device_of(forward.sharding), mesh.size())
     reshard = bool(plugin.reshard_after_forward)
-    shard_weights(model, forward.blocks, mesh, _policy(accelerator), reshard, mesh.size(), placement=placement)
+    shard_weights(model, forward.blocks, mesh, _policy(accelerator), reshard, mesh.size(), shared=shared)
     watch_steps(model, forward.sharding)
     watch_encoders(model, mesh, forward.sharding)
     # FSDP makes a class of another name of it. By its name Trainer tells whether smoothed labels are to be shifted.

@@ -278,10 +278,7 @@ def parallelize(
         if shared is not None:
             shared.cut(twin.owners.values(), device_of(sharding), divide_by)
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
-        placement = None if shared is None else shared.placement()
-        wrapped = shard_weights(
-            model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host, placement
-        )
+        wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host, shared)
         watch_steps(model, sharding)
         watch_encoders(model, _flat(mesh), sharding)
         _watch_optimizers()

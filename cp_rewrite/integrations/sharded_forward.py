@@ -28,7 +28,7 @@ from cp_rewrite import passes
 from cp_rewrite.batch.stand_in import gone
 from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
 from cp_rewrite.entry import Backend
-from cp_rewrite.experts.layers import OWNED, SharedWeight, local_weight
+from cp_rewrite.experts.layers import OWNED, SharedExperts, SharedWeight, local_weight
 from cp_rewrite.passes.graph.dynamo import input_value
 from cp_rewrite.passes.graph.nodes import graph_modules, value_of
 from cp_rewrite.passes.graph.writes import written_memory
@@ -54,17 +54,17 @@ def shard_weights(
     reshard_after_forward: bool,
     divide_by: float,
     offload: OffloadPolicy | None = None,
-    placement: Mapping[str, Any] | None = None,
+    shared: SharedExperts | None = None,
 ) -> nn.Module:
     """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
-    `divide_by`. `offload`: where weights lie between their uses. `placement`: of weights that are shared out already,
-    as arguments of `fully_shard`."""
+    `divide_by`. `offload`: where weights lie between their uses. `shared`: layers whose experts are cut already."""
     for name, weight in model.named_parameters():
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise ValueError(f"{name} has a hook, which FSDP would lose with the tensor: put it on the sharded weight")
     # What crosses from block to block has the dtype that the model gave it.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, cast_forward_inputs=False)
-    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), **(placement or {}))
+    placement: dict[str, Any] = {} if shared is None else shared.placement()
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), **placement)
     for block in blocks:
         skip_hooks(block, lambda value: isinstance(value, _Segment))
         shard(block, mp_policy=inner, reshard_after_forward=reshard_after_forward)

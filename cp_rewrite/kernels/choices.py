@@ -16,7 +16,10 @@ from torch import Tensor
 from . import cuda
 from .rows import compiled, widest_access
 
-_BLOCK, _MOST_EXPERTS = 256, 1024
+_BLOCK, _SCAN_BLOCK, _SUM_BLOCK = 256, 1024, 128
+"""Threads of a block: of most kernels, of those that count in order, and of sums."""
+_MOST_EXPERTS = 1024
+"""Experts of a rank that `route_rows` has room for."""
 
 
 class Routed(NamedTuple):
@@ -48,9 +51,9 @@ def route(chosen: Tensor, weight: Tensor, own: int, ranks: int) -> Routed:
     most = N * min(k, ranks)
     counts, at = chosen.new_empty(ranks, 1 + own + ranks), _places(chosen, N, ranks)
     token, packed = _places(chosen, most), _places(chosen, most, 2 * k)
-    _launch("route_rows", ranks, 1024, chosen, chosen, at, counts, N, k, own)
+    _launch("route_rows", ranks, _SCAN_BLOCK, chosen, at, counts, N, k, own, macros=(("MOST", str(_MOST_EXPERTS)),))
     given = chosen, weight, counts, at, token, packed, N, k, own, ranks
-    _launch("pack_choices", -(-N * ranks // _BLOCK), _BLOCK, chosen, *given)
+    _launch("pack_choices", -(-N * ranks // _BLOCK), _BLOCK, *given)
     return Routed(counts, at, token, packed)
 
 
@@ -72,7 +75,7 @@ def sort(packed: Tensor, ends: Tensor, pairs: int) -> ByExpert:
         return _sort(packed, ends, pairs)
     row, at = _places(packed, pairs), _places(packed, R, k)
     weight = packed.new_empty(pairs, 1, dtype=torch.float32)
-    _launch("sort_choices", ends.shape[0], 1024, packed, packed, ends, row, weight, at, R, k)
+    _launch("sort_choices", ends.shape[0], _SCAN_BLOCK, packed, ends, row, weight, at, R, k)
     return ByExpert(row, weight, at)
 
 
@@ -84,7 +87,8 @@ def add_listed(x: Tensor, at: Tensor) -> Tensor:
         return _add_listed(x, at)
     out, width = x.new_empty(at.shape[0], x.shape[1]), x.shape[1] * x.element_size() // access
     macros = (cuda.DTYPES[x.dtype], "1"), ("ACCESS", str(access))
-    _launch("sum_listed", -(-at.shape[0] * width // 128), 128, x, x, out, at, *at.shape, width, macros=macros)
+    grid = -(-at.shape[0] * width // _SUM_BLOCK)
+    _launch("sum_listed", grid, _SUM_BLOCK, x, out, at, *at.shape, width, macros=macros)
     return out
 
 
@@ -95,7 +99,7 @@ def pick(found: Tensor, at: Tensor, chosen: Tensor, own: int) -> Tensor:
         return _pick(found, at, chosen, own)
     found, chosen = found.contiguous(), chosen.contiguous()
     out = found.new_empty(N, k)
-    _launch("pick_choices", -(-N * k // _BLOCK), _BLOCK, found, found, at, chosen, out, N, k, own, ranks)
+    _launch("pick_choices", -(-N * k // _BLOCK), _BLOCK, found, at, chosen, out, N, k, own, ranks)
     return out
 
 
@@ -107,10 +111,12 @@ def _places(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
-def _launch(name: str, grid: int, block: int, like: Tensor, *args: Any, macros: cuda.Macros = ()) -> None:
+def _launch(name: str, grid: int, block: int, first: Tensor, *args: Any, macros: cuda.Macros = ()) -> None:
+    """Enqueue a kernel of `csrc/` on the device of its first argument, a tensor as others may be."""
     if grid:
-        given = (x.data_ptr() if isinstance(x, Tensor) else x for x in args)
-        cuda.launch(cuda.kernel(name, like.device, macros), grid, block, like.device, *given)
+        given = (x.data_ptr() if isinstance(x, Tensor) else x for x in (first, *args))
+        kernel = cuda.kernel(name, first.device, (("BLOCK", str(block)), *macros))
+        cuda.launch(kernel, grid, block, first.device, *given)
 
 
 def _route(chosen: Tensor, weight: Tensor, own: int, ranks: int) -> Routed:

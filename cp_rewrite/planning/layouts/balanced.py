@@ -244,7 +244,9 @@ class Judge:
 
     def cheaper(self, order: TokenOrder, best: Candidate) -> Candidate:
         """The order, if it has as many local rows as `best` and costs less; else `best`."""
-        if order.local_size != best.order.local_size or self.bounds.most_runs(order) > MOST_RUNS:
+        if order is best.order or order.local_size != best.order.local_size:
+            return best
+        if self.bounds.most_runs(order) > MOST_RUNS:
             return best
         least = self.bounds.least_load
         if self._seconds(least(order), order, least)[0] + self._state_seconds(order) >= best.seconds:
@@ -266,12 +268,13 @@ def balanced(documents: Documents, world_size: int, mask: PackedMask, options: L
     chunks, more = divmod(-(-documents.total // unit), world_size)
     quotas = [(chunks + (r < more)) * unit for r in range(world_size)]
     judge = Judge(Bounds(documents, mask), options, world_size, options.node_size(world_size))
+    even = even_contiguous(documents.total, world_size, unit)
     if quotas[0] <= SIMPLE:
-        best = judge.weigh(even_contiguous(documents.total, world_size, unit))
+        best = judge.weigh(even)
     else:
         slices = judge.bounds.slices if unit == 1 else Slices.of_row(documents, mask, unit)
         best = _best_shared_out(slices, quotas, judge)
-    for order in _simple_orders(documents, world_size, unit):
+    for order in _simple_orders(documents, even, unit):
         best = judge.cheaper(order, best)
     return best.order if unit > 1 else _home_first(best.order, best.schedule)
 
@@ -335,13 +338,13 @@ def _best_by_halves(slices: Slices, quotas: list[int], judge: Judge, ways: Seque
     return min(found, key=lambda c: c.seconds)
 
 
-def _simple_orders(documents: Documents, world_size: int, unit: int) -> Iterator[TokenOrder]:
-    """The simple layouts, as they are and with equal tokens per rank."""
-    total, spans = documents.total, documents.bounds
+def _simple_orders(documents: Documents, even: TokenOrder, unit: int) -> Iterator[TokenOrder]:
+    """The simple layouts, as they are and with equal tokens per rank, of which `even` is the contiguous one."""
+    total, spans, world_size = documents.total, documents.bounds, even.world_size
     if total % (2 * world_size * unit):  # else their twins are the same
         yield contiguous(total, world_size, unit)
         yield dual_chunk(np.array([0, total]), world_size, unit)
-    yield even_contiguous(total, world_size, unit)
+    yield even
     yield even_head_tail(spans, world_size, unit)
     yield even_head_tail(spans, world_size, unit, near=True)
     if documents.lengths.size * (2 * world_size) ** 2 > MOST_RUNS:
