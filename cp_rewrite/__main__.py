@@ -76,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument("--loss-alone", action="store_true", help="a model that returns no logits")
     m.add_argument("--offload", nargs="+", default=(), choices=["checkpoints", "weights"], help="what lies on the host")
     m.add_argument("--experts", type=int, default=1, help="ranks that share one set of experts (default 1)")
+    m.add_argument(
+        "--reshard-after-forward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="blocks' weights are dropped behind their forward, as parallelize does unless told (default: yes)",
+    )
+    m.add_argument("--prefetch", type=int, default=1, help="blocks whose weights are asked for ahead (default 1)")
     m.add_argument("--data-parallel", type=int, default=1, help="groups that weights are sharded over too (default 1)")
     m.add_argument("--json", action="store_true", help="print JSON")
     m.set_defaults(run=_memory)
@@ -211,6 +218,8 @@ def _memory(arguments: argparse.Namespace) -> int:
         loss_alone=arguments.loss_alone,
         offload=arguments.offload,
         experts=whole_number("--experts", arguments.experts),
+        resharded=arguments.reshard_after_forward,
+        prefetch=whole_number("--prefetch", arguments.prefetch),
     )
     print(json.dumps(fit.as_dict(), indent=2) if arguments.json else fit)
     return 0 if fit.fits else 1

@@ -534,6 +534,11 @@ def cut_in_groups(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, DeviceMesh]:
     return grid["efsdp"], grid["ep"]
 
 
+def copied_over_first(mesh: DeviceMesh, copies: int) -> DeviceMesh:
+    """A mesh of two dims out of one: FSDP copies weights over the first, and shards them over the second."""
+    return mesh._unflatten(0, (copies, mesh.size() // copies), ("replicate", "shard"))
+
+
 def shards_over_some() -> bool:
     """True where FSDP shards some weights over other ranks than the rest: since torch 2.13."""
     return hasattr(_fsdp_common, "ShardPlacementResult")

@@ -74,10 +74,12 @@ def fit_of(
     loss_alone: bool = False,
     offload: Collection[str] = (),
     experts: int = 1,
+    resharded: bool = True,
+    prefetch: int = 1,
 ) -> Fit:
     """The peak on a target, with every layer checkpointed or as the model has them. `offload`: what lies on the host.
     `loss_alone`: the model will return no logits, though the one that was looked at does. `experts`: ranks that share
-    one set of experts.
+    one set of experts. `resharded`, `prefetch`: which weights are gathered, as of `Share`.
 
     Raises:
         ValueError: the target is of a function, which has no weights; or `experts` does not go with it.
@@ -88,7 +90,9 @@ def fit_of(
         )
     needs = target.needs.checkpointed() if checkpointed else target.needs
     needs = needs.of_loss() if loss_alone else needs
-    share = replace(target.share(data_parallel), on_host=offload, experts=experts)
+    share = replace(
+        target.share(data_parallel), on_host=offload, experts=experts, resharded=resharded, prefetch=prefetch
+    )
     check_size(experts, share.ranks, offload)
     if experts > 1 and (not needs.experts or needs.experts % experts):
         has = needs.experts or "none"
@@ -111,6 +115,8 @@ class Recipe:
         ranks: that share a row; the others are data parallel.
         way: what is done. memory, seconds: of one GPU and a step of one row a group, with it.
         longest: tokens of the longest row that all GPUs together could share with it.
+        kept_whole: the memory if blocks' weights stay whole behind their forward, and are gathered once a step, not
+            twice; None: that does not fit.
     """
 
     folder: str
@@ -122,6 +128,7 @@ class Recipe:
     memory: Memory
     seconds: float
     longest: int
+    kept_whole: Memory | None = None
 
     @property
     def checkpointed(self) -> bool:
@@ -139,6 +146,7 @@ class Recipe:
             "room": self.target.room,
             "tokens_per_second": self.tokens * self.gpus / self.ranks / self.seconds,
             "longest_row": self.longest,
+            "peak_without_reshard": self.kept_whole and self.kept_whole.peak,
             "command": self.command,
             "code": self.code,
         }
@@ -195,12 +203,23 @@ class Recipe:
                 f"peak {amount(self.memory.peak)} of {amount(room)} a GPU, one batch a step",
                 f"about {speed:,.0f} tokens/s of all {self.gpus} GPUs, if only matrix products and attention took time",
                 f"the longest row that fits so, if all {self.gpus} GPUs share it: {self.longest:,} tokens",
+                *self._whole,
                 "",
                 *(["a checkpoint of Hugging Face:", self.command, ""] if self.command else []),
                 "a loop of your own (README's lines, where they differ from model to model):",
                 self.code,
             ]
         )
+
+    @property
+    def _whole(self) -> list[str]:
+        """A line on weights that are gathered once a step, where they fit."""
+        if self.kept_whole is None:
+            return []
+        peak = amount(self.kept_whole.peak)
+        return [
+            f"parallelize(reshard_after_forward=False) fits too, {peak}: weights are gathered once a step, not twice"
+        ]
 
 
 def recipe(folder: str, lengths: Sequence[int], gpus: int, nodes: int = 1, **options: Any) -> Recipe | Fit | Report:
@@ -251,7 +270,10 @@ def _with_fewest_ranks(folder: str, tokens: int, gpus: int, target: Target, way:
         step //= 2
         longest += step if fits(gpus, longest + step) else 0
     memory, seconds = predict(way.needs, share_of(ranks, tokens)), target.step_seconds * gpus / ranks
-    return Recipe(folder, tokens, gpus, ranks, target, way, memory, seconds, longest // 1024 * 1024 or longest)
+    longest = longest // 1024 * 1024 or longest
+    whole = predict(way.needs, replace(share_of(ranks, tokens), resharded=False))
+    fits_whole = gpus > 1 and whole.peak <= target.room
+    return Recipe(folder, tokens, gpus, ranks, target, way, memory, seconds, longest, whole if fits_whole else None)
 
 
 _CACHE = (

@@ -472,9 +472,15 @@ class Target:
                 f"({others}); imbalance {site.imbalance:.3f}; a rank gets up to {_mib(site.inside + site.across)} of "
                 f"keys and values{across}"
             )
-        if (memory := self.memory) is not None:
+        if self.needs is not None:
+            memory, whole = (
+                predict(self.needs, self.share()),
+                predict(self.needs, replace(self.share(), resharded=False)),
+            )
             fits = "fits" if memory.peak <= self.room else "does NOT fit"
             lines.append(f"memory    {memory}: {fits} in {amount(self.room)}")
+            if self.world_size > 1 and memory.peak < whole.peak <= self.room:
+                lines.append(f"          {amount(whole.peak)} with parallelize(reshard_after_forward=False): fits, too")
         return "\n".join(lines)
 
 

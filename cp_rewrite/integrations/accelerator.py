@@ -27,7 +27,7 @@ from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.sharding import Sharding, device_of
 
 from .forward import GlobalForward
-from .parallelize import clip_grad_norm_, watch_encoders, watch_steps
+from .parallelize import clip_grad_norm_, watch_encoders, watch_optimizers, watch_steps
 from .sharded_forward import shard_weights
 from .twin import Twin
 
@@ -203,9 +203,10 @@ def shard_model(forward: GlobalForward, accelerator: Accelerator, model: nn.Modu
     name = model._get_name()
     if shared is not None and forward.twin is not None:
         shared.cut(forward.twin.owners.values(), device_of(forward.sharding), mesh.size())
-    reshard = bool(plugin.reshard_after_forward)
-    shard_weights(model, forward.blocks, mesh, _policy(accelerator), reshard, mesh.size(), shared=shared)
+    resharded = forward.blocks if plugin.reshard_after_forward else ()
+    shard_weights(model, forward.blocks, mesh, _policy(accelerator), resharded, mesh.size(), shared=shared)
     watch_steps(model, forward.sharding)
+    watch_optimizers()
     watch_encoders(model, mesh, forward.sharding)
     # FSDP makes a class of another name of it. By its name Trainer tells whether smoothed labels are to be shifted.
     model._get_name = lambda: name

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_rewrite.agree import heartbeat, turns
+from cp_rewrite.arguments import whole_number
 from cp_rewrite.batch import steps as later
 from cp_rewrite.batch.active import check_not_traced, in_batch
 from cp_rewrite.batch.encoders import has_encoders, images_of
@@ -45,10 +46,10 @@ from cp_rewrite.entry import backend
 from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.segments.blocks import find_blocks
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
-from cp_rewrite.torch_internals import root_mesh
+from cp_rewrite.torch_internals import copied_over_first, root_mesh
 
 from .offload import HostStore
-from .sharded_forward import compile_segments, shard_weights
+from .sharded_forward import compile_segments, drop_whole_weights, shard_weights
 from .twin import Twin, Unchanged, refuse_copies, refuse_whole_weights
 
 _SMALL = 1 << 16
@@ -107,13 +108,15 @@ def _nothing() -> None:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
     """Once in a process: torch's hook is for all optimizers."""
-    register_optimizer_step_pre_hook(_refuse_shards)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _refuse_shards(optimizer: Optimizer, *_: Any) -> None:
-    """Before any optimizer's step: bitsandbytes' kernels take no shards, and torch would say so of a mix of tensors."""
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Before any optimizer's step: an evaluation behind the backward left weights whole, which the next forward would
+    take for those of the step. bitsandbytes' kernels take no shards, and torch would say so of a mix of tensors."""
+    drop_whole_weights()
     weights = (p for group in optimizer.param_groups for p in group["params"])
     if type(optimizer).__module__.startswith("bitsandbytes") and any(isinstance(p, DTensor) for p in weights):
         raise RuntimeError(
@@ -213,7 +216,9 @@ def parallelize(
     data_parallel: DataParallel = "fsdp",
     blocks: Sequence[nn.Module] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Iterable[nn.Module] = True,
+    prefetch: int | None = None,
+    replicate: str | Sequence[str] = (),
     offload: Collection[Offload] = (),
     experts: int = 1,
 ) -> nn.Module:
@@ -242,7 +247,13 @@ def parallelize(
         blocks: modules whose weights are gathered together; () for none but the model itself. None: the entries of
             the model's lists of modules (its layers).
         mp_policy: FSDP's mixed precision. Inputs of blocks are not cast: `cast_forward_inputs` is for the root alone.
-        reshard_after_forward: drop a block's weights after its forward, and gather them again for its backward.
+            Gradients are summed in `reduce_dtype`, or where that is None in `param_dtype`.
+        reshard_after_forward: drop a block's weights after its forward, and gather them again for its backward. False:
+            all stay until their backward, in the forward's dtype. Or the blocks whose weights are dropped.
+        prefetch: how many blocks' weights are asked for ahead of their use, in the order in which blocks run, forward
+            and backward. None: FSDP's own way, the next block's once it is called, in the backward one ahead.
+        replicate: the first dim of `mesh`, or some of the first, by name: each of its ranks has all weights, sharded
+            over the ranks of the other dims (HSDP). Gradients are summed over the others, then over these.
         offload: what lies on the host between its uses, with FSDP. `checkpoints`: what blocks keep of their inputs for
             the backward, all that is kept where blocks are checkpointed. `weights`: this rank's shards, their gradients
             and the optimizer's states, by FSDP's CPUOffloadPolicy; the mesh then needs a backend for CPU tensors too
@@ -258,16 +269,23 @@ def parallelize(
     """
     _check(model, mesh, sharding, data_parallel, offload)
     check_size(experts, mesh.size(), offload)
+    copies = _copies(mesh, replicate, experts)
+    ahead = 0 if prefetch is None else whole_number("prefetch", prefetch)
     turns.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
     drop_checkpoint_hooks(model)
     if data_parallel == "ddp":
-        if blocks or mp_policy is not None or offload or experts != 1:
-            words = "blocks, mp_policy, offload and experts are FSDP's: leave them out, or data_parallel='fsdp'"
-            raise ValueError(words)
+        if any(
+            (blocks, mp_policy is not None, reshard_after_forward is not True, ahead, copies > 1, offload, experts != 1)
+        ):
+            raise ValueError(
+                "blocks, mp_policy, reshard_after_forward, prefetch, replicate, offload and experts are FSDP's: leave "
+                "them out, or data_parallel='fsdp'"
+            )
         wrapped = _with_ddp(model, mesh, sharding)
     else:
         _check_no_optimizer(model.parameters())
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
+        resharded = _resharded(reshard_after_forward, chosen)
         check_shared_weights(model, chosen)
         shared = SharedExperts(model, _flat(mesh), experts) if experts > 1 else None
         if shared is not None:
@@ -278,13 +296,14 @@ def parallelize(
         if shared is not None:
             shared.cut(twin.owners.values(), device_of(sharding), divide_by)
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "weights" in offload else None
-        wrapped = shard_weights(model, chosen, _flat(mesh), policy, reshard_after_forward, divide_by, on_host, shared)
+        over = copied_over_first(_flat(mesh), copies) if copies > 1 else _flat(mesh)
+        wrapped = shard_weights(model, chosen, over, policy, resharded, divide_by, on_host, shared)
         watch_steps(model, sharding)
         watch_encoders(model, _flat(mesh), sharding)
-        _watch_optimizers()
+        watch_optimizers()
         # Hooks of the model itself run around its forward: not in the twin's too.
         store = HostStore() if "checkpoints" in offload else None
-        run = compile_segments(twin.module.forward, twin, chosen, sharding, store)
+        run = compile_segments(twin.module.forward, twin, chosen, sharding, store, prefetch=ahead)
         _replace_forward(model, run, sharding)
         refuse_whole_weights(model)
     refuse_copies(model)
@@ -371,6 +390,33 @@ def _with_ddp(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> nn.Modu
 def _flat(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks in one dim: weights are equal on context-parallel ranks too."""
     return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+
+
+def _copies(mesh: DeviceMesh, replicate: Any, experts: int) -> int:
+    """How many copies of all weights there are on a mesh; 1: its ranks share one."""
+    names, dims = (replicate,) if isinstance(replicate, str) else tuple(replicate), mesh.mesh_dim_names or ()
+    if names and ({*names} != {*dims[: len(names)]} or len(names) == len(dims)):
+        raise ValueError(
+            f"replicate must name the first dims of mesh, {dims}, and leave one over which weights are sharded; got "
+            f"{replicate!r}"
+        )
+    if names and experts > 1:
+        raise ValueError(f"experts={experts} that ranks share are on a mesh of their own: leave replicate out")
+    return math.prod(mesh.mesh.shape[: len(names)])
+
+
+def _resharded(given: Any, blocks: Sequence[nn.Module]) -> Collection[nn.Module]:
+    """The blocks whose weights are dropped after their forward."""
+    if isinstance(given, bool):
+        return blocks if given else ()
+    found: list[Any] = [*given] if isinstance(given, Iterable) else [given]
+    if others := [module for module in found if module not in blocks]:
+        what = type(others[0]).__name__ if isinstance(others[0], nn.Module) else repr(given)
+        raise ValueError(
+            "reshard_after_forward must be True, False, or some of the blocks whose weights are gathered together; "
+            f"got {what}"
+        )
+    return found
 
 
 def _replace_forward(model: nn.Module, run: Callable[..., Any], sharding: Sharding, factor: int = 1) -> None:

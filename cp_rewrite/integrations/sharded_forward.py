@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -44,6 +44,8 @@ from .twin import Twin, without_memory
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Blocks and models whose weights FSDP shards."""
 
 
 def shard_weights(
@@ -51,12 +53,13 @@ def shard_weights(
     blocks: Sequence[nn.Module],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
+    resharded: Collection[nn.Module],
     divide_by: float,
     offload: OffloadPolicy | None = None,
     shared: SharedExperts | None = None,
 ) -> nn.Module:
-    """`fully_shard` of blocks and of the model, over a mesh of one dim. The sums of gradients are divided by
+    """`fully_shard` of blocks and of the model, over a mesh of one dim, or over the second of two, with copies over the
+    first. `resharded`: the blocks whose weights are dropped after their forward. The sums of gradients are divided by
     `divide_by`. `offload`: where weights lie between their uses. `shared`: layers whose experts are cut already."""
     for name, weight in model.named_parameters():
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
@@ -67,14 +70,23 @@ def shard_weights(
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), **placement)
     for block in blocks:
         skip_hooks(block, lambda value: isinstance(value, _Segment))
-        shard(block, mp_policy=inner, reshard_after_forward=reshard_after_forward)
+        shard(block, mp_policy=inner, reshard_after_forward=block in resharded)
         _run_segments_in(block)
     shard(model, mp_policy=policy)
     for module in (model, *blocks):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(divide_by)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        _sharded.add(module)
     return model
+
+
+def drop_whole_weights() -> None:
+    """Reshard what calls without a backward left whole, since FSDP would not gather it again: for before weights
+    change."""
+    for module in _sharded:
+        assert isinstance(module, FSDPModule)
+        module.reshard()
 
 
 def compile_segments(
@@ -84,16 +96,18 @@ def compile_segments(
     sharding: Sharding,
     store: HostStore | None = None,
     loss_alone: bool = False,
+    prefetch: int = 0,
 ) -> Callable[..., Any]:
     """`call` of the twin or of a module of it, compiled to run on the weights of the model that `blocks` are of.
-    `store`: where what blocks keep of their inputs goes. `loss_alone` as of `Backend`."""
+    `store`: where what blocks keep of their inputs goes. `prefetch`: how many blocks' weights are asked for ahead; 0:
+    as FSDP does by itself. `loss_alone` as of `Backend`."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     # What Dynamo compiles hangs on the code, and is counted there: each model has code of its own.
     traced.__code__ = traced.__code__.replace()
-    made_by = SegmentBackend(sharding, twin, blocks, store, loss_alone)
+    made_by = SegmentBackend(sharding, twin, blocks, store, loss_alone, prefetch)
     compiled = torch.compile(traced, backend=made_by, fullgraph=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +123,8 @@ def compile_segments(
 
 _Owner = tuple[weakref.ref[nn.Module], str]
 """The module of the model that holds a weight, and the weight's name there."""
+_Near = tuple[list[weakref.ref[nn.Module]], list[weakref.ref[nn.Module]]]
+"""Blocks whose weights a block asks for: in its forward, and in its backward."""
 
 
 class SegmentBackend(Backend):
@@ -124,9 +140,10 @@ class SegmentBackend(Backend):
         blocks: Sequence[nn.Module],
         store: HostStore | None = None,
         loss_alone: bool = False,
+        prefetch: int = 0,
     ) -> None:
         super().__init__(sharding, loss_alone)
-        self.blocks, self.store, self.calls = [*map(weakref.ref, blocks)], store, 0
+        self.blocks, self.store, self.calls, self.prefetch = [*map(weakref.ref, blocks)], store, 0, prefetch
         self._read_once, self._pairs = twin.read_once, twin.pairs
         self.keeps = False
         """True: a graph leaves something on modules of the twin."""
@@ -163,12 +180,24 @@ class SegmentBackend(Backend):
         calls = compile_once(gm, parts, functools.partial(self._compiled, patches=patches), written)
         last = max((i for i, call in enumerate(calls) if call.unit != ROOT), default=0)  # what it keeps is read next
         stores = [self.store if i < last and call.unit != ROOT else None for i, call in enumerate(calls)]
-        return in_order(gm, [self._in_block(c, owners, store) for c, store in zip(calls, stores, strict=True)])
+        around = self._prefetched([call.unit for call in calls])
+        found = zip(calls, stores, around, strict=True)
+        return in_order(gm, [self._in_block(call, owners, store, near) for call, store, near in found])
 
-    def _in_block(self, call: SegmentCall, owners: Mapping[fx.Node, _Owner], store: HostStore | None) -> SegmentCall:
+    def _prefetched(self, units: Sequence[int]) -> list[_Near]:
+        """Of each segment the blocks that run next after it, and last before it."""
+
+        def first(others: Iterable[int], unit: int) -> list[weakref.ref[nn.Module]]:
+            return [self.blocks[n - 1] for n in dict.fromkeys(others) if n not in (ROOT, unit)][: self.prefetch]
+
+        return [(first(units[i + 1 :], unit), first(units[:i][::-1], unit)) for i, unit in enumerate(units)]
+
+    def _in_block(
+        self, call: SegmentCall, owners: Mapping[fx.Node, _Owner], store: HostStore | None, near: _Near
+    ) -> SegmentCall:
         """The call inside of one of its block, with inputs but for weights."""
         segment = _Segment(call, owners, store)
-        run = segment if call.unit == ROOT else functools.partial(_call, self.blocks[call.unit - 1], segment)
+        run = segment if call.unit == ROOT else functools.partial(_call, self.blocks[call.unit - 1], near, segment)
         inputs, done = ((tuple(n for n in nodes if n not in owners)) for nodes in (call.inputs, call.done))
         return replace(call, inputs=inputs, done=done, run=run)
 
@@ -205,8 +234,19 @@ class SegmentBackend(Backend):
         return self._owners[id(value)]
 
 
-def _call(block: weakref.ref[nn.Module], *args: Any) -> Any:
-    return _alive(block)(*args)
+def _call(block: weakref.ref[nn.Module], near: _Near, *args: Any) -> Any:
+    """Call a block, with weights of blocks near it asked for. In a forward, only in this call: what FSDP gathers for a
+    block that does not run stays whole, and misses the optimizer's step."""
+    module: Any = _alive(block)
+    if near == ([], []):
+        return module(*args)
+    after, before = ([*map(_alive, blocks)] for blocks in near)
+    module.set_modules_to_forward_prefetch(after)
+    module.set_modules_to_backward_prefetch(before)
+    try:
+        return module(*args)
+    finally:
+        module.set_modules_to_forward_prefetch([])
 
 
 def _held(module: weakref.ref[nn.Module], name: str) -> Tensor:

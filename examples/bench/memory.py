@@ -4,13 +4,14 @@
         llama-1.1b:131072:checkpointed,tile,wrapped llama-1.1b:131072:checkpointed,tile
 
 A setting is MODEL:TOKENS:OPTIONS, tokens of the row of all ranks; options are `checkpointed`, `tile`, `host`
-(checkpoints there), `host-weights`, `wrapped` (in a module that returns the loss alone), `fp32` (no bf16; slow) and
-`deterministic` (sums in a fixed order, so that equal computations give equal gradients). Each is a Llama or a Qwen3-MoE
-of transformers, unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of packed documents. Peaks
-are those of the fullest rank, seconds those of the median step behind the first. Gradients of the first step are
-compared with those of the model's first setting with as many tokens, as deterministic: the relative norm of the
-difference, over all weights and of the worst one. A setting that is given twice shows how far two runs are apart. A
-setting that runs out of memory says so; put it last.
+(checkpoints there), `host-weights`, `wrapped` (in a module that returns the loss alone), `fp32` (no bf16; slow),
+`deterministic` (sums in a fixed order, so that equal computations give equal gradients), and of FSDP `whole` (weights
+stay behind the forward), `ahead1`, `ahead2` (prefetch of so many blocks) and `bf16-sums` (of gradients). Each is a
+Llama or a Qwen3-MoE of transformers, unmodified, by README's lines: FSDP2, bf16 over fp32 weights, AdamW, one row of
+packed documents. Peaks are those of the fullest rank, seconds those of the median step behind the first. Gradients of
+the first step are compared with those of the model's first setting with as many tokens, as deterministic: the relative
+norm of the difference, over all weights and of the worst one. A setting that is given twice shows how far two runs are
+apart. A setting that runs out of memory says so; put it last.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ MODELS = {  # layers, width, inside of MLPs or experts, heads, key heads, vocabu
     "tiny": (4, 128, 448, 2, 1, 8192, 64, 0),
     "tiny-experts": (2, 128, 96, 2, 1, 8192, 64, 8),
 }
-OPTIONS = ("checkpointed", "tile", "host", "host-weights", "wrapped", "fp32", "deterministic")
+OPTIONS = (
+    "checkpointed", "tile", "host", "host-weights", "wrapped", "fp32", "deterministic", "whole", "ahead1", "ahead2",
+    "bf16-sums",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ class Setting:
     def offload(self) -> tuple[Any, ...]:
         names = {"host": "checkpoints", "host-weights": "weights"}
         return tuple(names[option] for option in self.options if option in names)
+
+    @property
+    def prefetch(self) -> int | None:
+        return next((int(option[-1]) for option in self.options if option.startswith("ahead")), None)
 
     def config(self) -> PretrainedConfig:
         layers, width, inside, heads, heads_kv, vocabulary, head_dim, experts = MODELS[self.model]
@@ -198,8 +206,12 @@ def run(setting: Setting, mesh: DeviceMesh, args: argparse.Namespace, kept: Kept
         deterministic=setting.deterministic,
     )  # fmt: skip
     exact = device.type == "cpu" or "fp32" in setting.options
-    half = None if exact else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = cp.parallelize(make_model(setting), mesh, sharding, mp_policy=half, offload=setting.offload)
+    sums = torch.bfloat16 if "bf16-sums" in setting.options else torch.float32
+    policy = MixedPrecisionPolicy(None if exact else torch.bfloat16, sums)
+    model = cp.parallelize(
+        make_model(setting), mesh, sharding, mp_policy=policy, offload=setting.offload, prefetch=setting.prefetch,
+        reshard_after_forward="whole" not in setting.options,
+    )  # fmt: skip
     fill(model, setting, torch.device("cpu") if "host-weights" in setting.options else device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for weight in model.parameters():
@@ -308,7 +320,8 @@ def forecast(setting: Setting, world: int) -> float:
     assert target.needs is not None
     needs = target.needs.of_loss() if "wrapped" in setting.options else target.needs
     needs = needs.checkpointed() if "checkpointed" in setting.options else needs
-    memory = predict(needs, replace(target.share(), on_host=setting.offload, accumulated=False))
+    gathered = {"resharded": "whole" not in setting.options, "prefetch": setting.prefetch or 1}
+    memory = predict(needs, replace(target.share(), on_host=setting.offload, accumulated=False, **gathered))
     print(json.dumps({"setting": setting.name, "at": memory.at, **memory.parts}), file=sys.stderr)
     return memory.peak / GIB
 

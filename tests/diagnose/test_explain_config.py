@@ -106,6 +106,7 @@ def test_a_recipe_is_the_least_that_fits(tmp_path: Path, capsys: pytest.CaptureF
         None,
         [],
     )
+    assert ample["peak_without_reshard"] > ample["peak"]
     small = tmp_path / "small.json"
     replace(DEVICES["h100"], device_bytes=BESIDE_TENSORS + (4 << 30)).save(small)
     assert main(["recipe", str(tmp_path), *asked, "--gpu", str(small)]) == 0

@@ -242,6 +242,19 @@ def test_rows_of_experts_are_in_no_tile(tmp_path: Path) -> None:
     assert sum("cp_rewrite.tiled" in line for line in report.after) == 1, "the MLP of the second layer"
 
 
+def test_weights_that_stay_whole_are_those_of_all_blocks() -> None:
+    """At the loss, in bf16; of those that are asked for ahead as many as are."""
+    layer = Layer(1000, 1000, 1.0, 2.0, 1.0, 1.0)
+    needs = Needs((layer,) * 6, 500, 500, 0.0, 1e6)  # so that the loss is the worst moment
+    share = Share(64, 64, 2)
+    for given, blocks in (({}, 2), ({"prefetch": 3}, 4), ({"resharded": False}, 6), ({"prefetch": 9}, 6)):
+        memory = predict(needs, replace(share, **given))
+        assert (memory.at, memory.gathered) == ("loss", 2 * (500 + 1000 * blocks)), given
+    first = next(ways(needs, replace(share, resharded=False)))
+    assert first.what == "parallelize(reshard_after_forward=True)"
+    assert first.memory == predict(needs, share)
+
+
 def test_options_leave_less_and_less_until_it_fits(plain: Report) -> None:
     target = plain.target
     assert target is not None

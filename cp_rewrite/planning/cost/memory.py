@@ -3,8 +3,9 @@
 R local rows on a rank, weights sharded over F ranks, b bytes per element of an activation (2: bf16):
 
     weights, gradients, AdamW   16 bytes / F of a parameter (fp32), 4 / F of a frozen one
-    gathered                    b bytes per parameter: a block and the one that is next, and what is in no block. Of
-                                experts that n ranks share 1 / n, here as below
+    gathered                    b bytes per parameter: a block and those that are asked for ahead of it, one unless the
+                                user says so, and what is in no block; all blocks up to it where none is dropped behind
+                                its forward. Of experts that n ranks share 1 / n, here as below
     activations                 b R × the elements per token that the backward reads, of every layer; of a
                                 checkpointed layer those that enter it. And states at cuts of pieces, in fp32
     and the largest of
@@ -26,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from .constants import LAYERS_ON_DEVICE, TILE_BYTES, TILE_ROWS
@@ -123,6 +123,7 @@ class Share:
         tile: as `Sharding(tile=…)`: of logits and of wide MLPs that are checkpointed there are a tile's; None: all.
         accumulated: gradients of an earlier micro-batch are there.
         experts: ranks that share one set of experts, as `parallelize(experts=…)` has it.
+        resharded: blocks' weights are dropped behind their forward. prefetch: blocks whose weights are asked for ahead.
     """
 
     rows: int
@@ -134,6 +135,8 @@ class Share:
     tile: int | Literal["auto"] | None = None
     accumulated: bool = True
     experts: int = 1
+    resharded: bool = True
+    prefetch: int = 1
 
     def gathered(self, layer: Layer, count: int) -> int:
         """The part of `count`, a layer's parameters or the trained ones, that a rank has while the layer runs."""
@@ -193,9 +196,10 @@ def predict(needs: Needs, share: Share) -> Memory:
     trained = needs.trained + sum(layer.trained for layer in needs.layers)
     here = 0 if "weights" in share.on_host else 4
     always = {"weights": here * needs.all_parameters // share.ranks, "optimizer": 2 * here * trained // share.ranks}
-    blocks = pairwise([0, *(share.gathered(layer, layer.parameters) for layer in needs.layers)])
+    blocks = [share.gathered(layer, layer.parameters) for layer in needs.layers]
     outside = share.item_bytes * needs.parameters
-    gathered = [outside + share.item_bytes * sum(pair) for pair in blocks]
+    ahead = share.prefetch if share.resharded else len(blocks)
+    gathered = [outside + share.item_bytes * sum(blocks[max(0, i - ahead) : i + 1]) for i in range(len(blocks))]
     gradients = here * trained // share.ranks if share.accumulated else 0
     away = needs.layers[:-LAYERS_ON_DEVICE] if "checkpoints" in share.on_host else ()
     activations = share.item_bytes * share.rows * (needs.kept - sum(layer.enters for layer in away))
@@ -284,6 +288,9 @@ def ways(needs: Needs, share: Share, most_ranks: int = 64, node: int | None = No
 
     node: ranks of a node, of which some share a set of experts; None: all.
     """
+    if not share.resharded:
+        share = replace(share, resharded=True)
+        yield Way("parallelize(reshard_after_forward=True)", needs, share)
     if not all(layer.checkpointed for layer in needs.layers):
         needs = needs.checkpointed()
         yield Way("gradient checkpointing of the layers", needs, share)
