@@ -1,11 +1,13 @@
 """Where the host's time goes: compiled attention layers over a packed row, forward and backward, and what the GPU does.
 
     torchrun --nproc-per-node 2 examples/bench/host_time.py [--profile FOLDER] [--heads 32 --heads-kv 32]
+    torchrun --nproc-per-node 2 examples/bench/host_time.py --tiny       on CPUs, where the host does all: that it runs
 
 The time until a step's forward, and its backward, have been enqueued, while the GPU sleeps: medians of the slowest
-rank. Per layer is what four layers more take. "kernel alone": FlashAttention 4's public function over one GPU's rows,
-forward and backward, without a compiler and without an exchange: what the library itself takes. `--profile` writes what
-functions and ops took, and when each GPU kernel ran.
+rank. Per layer is what four layers more take. "GPU" is what the GPU needs for it, where the host is ahead. The last
+line says from how many tokens on, of web_mix, the GPU needs longer than the host. "kernel alone": FlashAttention 4's
+public function over one GPU's rows, forward and backward, without a compiler and without an exchange: what the library
+itself takes. `--profile` writes what functions and ops took, and when each GPU kernel ran.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ import itertools
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from attention import begin, ends_all_ranks, slowest
+from attention import begin, ends_all_ranks, on_gpus, slowest
 from methods import Setup
-from packs import Pack, packs
+from packs import Pack, draw, packs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -62,15 +65,23 @@ class Attention(nn.Module):
 class Step:
     """Forward and backward of a compiled model on one batch."""
 
-    def __init__(self, layers: int, lengths: tuple[int, ...], setup: Setup, mesh: DeviceMesh) -> None:
+    def __init__(self, layers: int, setup: Setup, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)  # the same on all ranks
-        model = Attention(layers, setup.heads, setup.heads_kv, setup.dim).to("cuda", setup.dtype)
+        model = Attention(layers, setup.heads, setup.heads_kv, setup.dim).to(setup.device, setup.dtype)
         names, kernel = {"x": 1, "doc_ids": 1}, cast("cp.sharding.Kernel", setup.kernel)
-        self.sharding = cp.Sharding(mesh, names, cp.DocumentIds("doc_ids"), kernel=kernel)
+        inner = "inductor" if on_gpus() else "aot_eager"
+        self.setup, self.sharding = (
+            setup,
+            cp.Sharding(mesh, names, cp.DocumentIds("doc_ids"), kernel=kernel, inner=inner),
+        )
         self.compiled: Any = torch.compile(model, backend=cp.backend(self.sharding), fullgraph=True)
-        doc_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].cuda()
-        self.batch = {"x": setup.draw(sum(lengths), setup.heads).flatten(1)[None], "doc_ids": doc_ids}
-        self.lengths = lengths
+
+    def take(self, pack: Pack) -> None:
+        """Have `repeat` run on this pack."""
+        self.lengths, setup = pack.lengths, self.setup
+        doc_ids = torch.repeat_interleave(torch.arange(len(pack.lengths)), torch.tensor(pack.lengths))[None]
+        rows = setup.draw(pack.tokens, setup.heads).flatten(1)[None]
+        self.batch = {"x": rows, "doc_ids": doc_ids.to(setup.device)}
 
     def run(self, local: dict[str, Any]) -> tuple[float, float]:
         """Seconds to enqueue the forward and the backward."""
@@ -80,33 +91,60 @@ class Step:
         out.backward(out.detach())
         return middle - start, time.perf_counter() - middle
 
-    def repeat(self, count: int, prof: cProfile.Profile | None = None) -> tuple[float, float]:
+    def repeat(self, count: int, prof: cProfile.Profile | None = None) -> Seconds:
         """Medians."""
         with self.sharding.shard(self.batch, lengths=self.lengths) as local:
             return medians(lambda: self.run(local), count, prof)
 
 
-def medians(
-    run: Callable[[], tuple[float, float]], count: int, prof: cProfile.Profile | None = None
-) -> tuple[float, float]:
-    """(forward, backward): medians of what `run` gives while the GPU sleeps; slowest rank."""
+Seconds = tuple[float, float, float]
+"""Of the host forward and backward, and of the GPU for both."""
+
+
+def medians(run: Callable[[], tuple[float, float]], count: int, prof: cProfile.Profile | None = None) -> Seconds:
+    """Medians of what `run` gives while the GPU sleeps, and of what the GPU then needs; of the slowest rank."""
+    if not on_gpus():
+        columns = zip(*((*x, sum(x)) for x in (run() for _ in range(2))), strict=True)
+        forward, backward, both = (slowest(statistics.median(column)) for column in columns)
+        return forward, backward, both
     times: list[tuple[float, float]] = []
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     with torch.autograd.set_multithreading_enabled(False):  # on this thread, where the profiler looks
-        for _ in range(count):
+        for start, stop in events:
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda._sleep(ASLEEP)
+            start.record()
             if prof is not None:
                 prof.enable()
             times.append(run())
             if prof is not None:
                 prof.disable()
+            stop.record()
         torch.cuda.synchronize()
     forward, backward = (slowest(statistics.median(column)) for column in zip(*times, strict=True))
-    return forward, backward
+    return forward, backward, slowest(statistics.median(a.elapsed_time(b) for a, b in events) / 1e3)
 
 
-def kernel_alone(pack: Pack, setup: Setup) -> tuple[float, float]:
+def enough_tokens(found: Sequence[tuple[int, float, float]]) -> str:
+    """A line that says from where on the host is not the limit.
+
+    Args:
+        found: (tokens of a GPU, seconds a layer of the host, of the GPU), from few tokens to many.
+    """
+    if not found:
+        return ""
+    if found[0][1] <= found[0][2]:
+        return f"the host is not the limit from {found[0][0]:,} tokens a GPU on, or from fewer"
+    for (few, host, gpu), (many, more_host, more_gpu) in pairwise(found):
+        before, behind = host - gpu, more_host - more_gpu
+        if behind <= 0:
+            tokens = few + (many - few) * before / (before - behind)
+            return f"the host is not the limit from about {tokens:,.0f} tokens a GPU on"
+    return f"the host is the limit up to {found[-1][0]:,} tokens a GPU, or more"
+
+
+def kernel_alone(pack: Pack, setup: Setup) -> Seconds:
     """FlashAttention 4's own forward and backward over one GPU's share of a pack's rows."""
     rows = pack.tokens // setup.world_size
     ends = [end for end in itertools.accumulate(pack.lengths) if end < rows]
@@ -157,36 +195,52 @@ def time_line(seen: Any) -> str:
     return "\n".join([*rows, ""])
 
 
+def measured(steps: dict[int, Step], pack: Pack, repeats: int) -> tuple[Seconds, Seconds]:
+    """Of one layer, and of a layer more."""
+    for step in steps.values():
+        step.take(pack)
+        step.repeat(5)  # compiles, and then plans for what runs
+    one, five = (steps[layers].repeat(repeats) for layers in (1, 5))
+    forward, backward, gpu = ((b - a) / 4 for a, b in zip(one, five, strict=True))
+    return one, (forward, backward, gpu)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="web_mix 8K,one", help="packs whose name holds one of these texts")
+    parser.add_argument("--sizes", default="2,4,8,16,32", help="K tokens a GPU of web_mix, for the last line")
     parser.add_argument("--profile", type=Path, help="a folder")
-    setup, options = begin(parser)
-    mesh = init_device_mesh("cuda", (setup.world_size,), mesh_dim_names=("cp",))
+    setup, options = begin(parser, kernel="auto", tiny=True)
+    k = 8 if options.tiny else 1024
+    mesh = init_device_mesh(setup.device, (setup.world_size,), mesh_dim_names=("cp",))
     if setup.rank == 0:
-        print("| | forward, 1 layer, ms | backward | forward, per layer | backward | both |\n|---|---|---|---|---|---|")
-    for number, pack in enumerate(packs(setup.world_size)):
-        if not any(text in pack.name for text in options.only.split(",")):
-            continue
-        found: list[tuple[float, float]] = []
-        for layers in (1, 5):
-            torch._dynamo.reset()
-            step = Step(layers, pack.lengths, setup, mesh)
-            step.repeat(5)
-            found.append(step.repeat(15))
-            if options.profile and setup.rank == 0:
-                options.profile.mkdir(parents=True, exist_ok=True)
-            if options.profile and layers == 5:
-                folder = options.profile if setup.rank == 0 else Path("/dev/shm")
-                write_profiles(step, folder, f"{number}_{setup.heads}_{setup.heads_kv}")
-        (f1, b1), (f5, b5) = found
-        table = [(pack.name, (f1, b1, (f5 - f1) / 4, (b5 - b1) / 4, (f5 + b5 - f1 - b1) / 4))]
-        if setup.kernel == "fa4":
-            f1, b1 = kernel_alone(pack, setup)
-            table.append((f"{pack.name}, kernel alone", (f1, b1, f1, b1, f1 + b1)))
+        print(
+            "| | forward, 1 layer, ms | backward | forward, per layer | backward | both | GPU, both |\n"
+            "|---|---|---|---|---|---|---|"
+        )
+    steps = {layers: Step(layers, setup, mesh) for layers in (1, 5)}
+    chosen = [pack for pack in packs(setup.world_size, k) if any(text in pack.name for text in options.only.split(","))]
+    sizes = [int(size) for size in options.sizes.split(",") if size]
+    mixes = [Pack(f"web_mix {size}K/GPU", draw("web_mix", size * k * setup.world_size, 176)) for size in sizes]
+    crossing: list[tuple[int, float, float]] = []
+    for number, pack in enumerate([*chosen, *mixes]):
+        (f1, b1, _), (f, b, gpu) = measured(steps, pack, 15)
+        if pack in mixes:
+            crossing.append((pack.tokens // setup.world_size, f + b, gpu))
+        if options.profile and pack in chosen:
+            folder = options.profile if setup.rank == 0 else Path("/dev/shm")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_profiles(steps[5], folder, f"{number}_{setup.heads}_{setup.heads_kv}")
+        table = [(pack.name, (f1, b1, f, b, f + b, gpu))]
+        if "fa4" in setup.kernel and pack in chosen:
+            f1, b1, gpu = kernel_alone(pack, setup)
+            table.append((f"{pack.name}, kernel alone", (f1, b1, f1, b1, f1 + b1, gpu)))
         for name, figures in table if setup.rank == 0 else ():
             print(f"| {name} | {' | '.join(f'{1e3 * x:.3f}' for x in figures)} |", flush=True)
-    torch.cuda.synchronize()
+    if setup.rank == 0:
+        print(f"\n{enough_tokens(crossing)}")
+    if on_gpus():
+        torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_rewrite as cp
+from cp_rewrite.entry import Backend
 from cp_rewrite.kernels.select import Params, Tables, capabilities, load
 from cp_rewrite.masks import PackedMask
-from cp_rewrite.ops.exchange import exchange_kv, return_kv
+from cp_rewrite.ops.attention import travels_beside
+from cp_rewrite.ops.exchange import CARRIERS, exchange_kv, return_kv
 from cp_rewrite.ops.local_rows import split_kv
+from cp_rewrite.passes.values.state import Decision, State
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.cost.devices import Model, SiteKind
 from cp_rewrite.planning.plan_input import KERNEL_TABLES, PlanTensor
@@ -35,7 +38,8 @@ CAUSAL = PackedMask()
 
 @dataclass(frozen=True)
 class Setup:
-    """Args: rank, world_size, group (name). heads, heads_kv, dim, dtype: of the attention. kernel: a backend's name."""
+    """Args: rank, world_size, group (name). heads, heads_kv, dim, dtype: of the attention. kernel: a backend's name.
+    device: where tensors are."""
 
     rank: int
     world_size: int
@@ -45,6 +49,7 @@ class Setup:
     dim: int
     dtype: torch.dtype
     kernel: str
+    device: str = "cuda"
 
     @property
     def module(self) -> Any:
@@ -55,7 +60,7 @@ class Setup:
         return Params(self.dim**-0.5)
 
     def draw(self, rows: int, heads: int) -> Tensor:
-        return torch.randn(rows, heads, self.dim, device="cuda").to(self.dtype)
+        return torch.randn(rows, heads, self.dim, device=self.device).to(self.dtype)
 
 
 class Method(Protocol):
@@ -67,9 +72,11 @@ class Method(Protocol):
     def backward(self) -> object: ...
 
 
-def on_device(arrays: dict[str, np.ndarray[Any, Any]], tensors: tuple[PlanTensor, ...] = KERNEL_TABLES) -> list[Tensor]:
+def on_device(
+    arrays: dict[str, np.ndarray[Any, Any]], tensors: tuple[PlanTensor, ...] = KERNEL_TABLES, device: str = "cuda"
+) -> list[Tensor]:
     made = [(torch.from_numpy(arrays[tensor.name]), tensor.on_host) for tensor in tensors]
-    return [x if on_host else x.cuda() for x, on_host in made]
+    return [x if on_host else x.to(device) for x, on_host in made]
 
 
 def whole(pack: Pack) -> Schedule:
@@ -91,7 +98,7 @@ class Alone:
     def __init__(self, pack: Pack, setup: Setup) -> None:
         self.name, self.setup = "one GPU", setup
         schedule = whole(pack)
-        self.tables = Tables(*on_device(schedule.attention(0)))
+        self.tables = Tables(*on_device(schedule.attention(0), device=setup.device))
         self.q, self.dout = (setup.draw(schedule.local_rows, setup.heads) for _ in range(2))
         # A key that two pieces read, as of a tree's prompt, is there twice.
         self.k, self.v = (setup.draw(int(schedule.expanded[0]), setup.heads_kv) for _ in range(2))
@@ -108,15 +115,18 @@ class Alone:
 
 class Ours:
     """A layout and an exchange of this package, rows before and after the kernel. `alone` leaves the exchange out of
-    the time: what the kernel takes."""
+    the time: what the kernel takes. `planned`: what a compiled model got for the pack."""
 
-    def __init__(self, pack: Pack, setup: Setup, layout: str, exchange: str, *, alone: bool = False) -> None:
+    def __init__(
+        self, pack: Pack, setup: Setup, layout: str, exchange: str, *, alone: bool = False,
+        planned: BatchPlan | None = None,
+    ) -> None:  # fmt: skip
         self.name = f"{layout} + {exchange}{', kernel alone' if alone else ''}"
         self.setup = setup
-        schedule = plan(pack, setup, layout, exchange).schedule(pack.mask)
+        schedule = (planned or plan(pack, setup, layout, exchange)).schedule(pack.mask)
         route = ROUTES[exchange]
-        self.tables = Tables(*on_device(schedule.attention(setup.rank)))
-        self.route = on_device(route.arrays(schedule, setup.rank), route.tensors)
+        self.tables = Tables(*on_device(schedule.attention(setup.rank), device=setup.device))
+        self.route = on_device(route.arrays(schedule, setup.rank), route.tensors, setup.device)
         self.exchange = Exchange(exchange, setup.group, setup.world_size)
         self.q, self.dout = (setup.draw(schedule.local_rows, setup.heads) for _ in range(2))
         self.k, self.v = (setup.draw(schedule.local_rows, setup.heads_kv) for _ in range(2))
@@ -133,22 +143,25 @@ class Ours:
     def backward(self) -> object:
         able = capabilities(self.setup.kernel).unrounded_gradients(self.q, self.setup.heads_kv)
         params = replace(self.setup.params, unrounded=able and self.exchange.kind != "push")
-        dq, dk, _ = self.setup.module.backward(
+        dq, dk, dv = self.setup.module.backward(
             self.dout, self.q, *self._keys(), self.out, self.lse, self.tables, params
         )
         if self.kv is not None:
             return dq
-        dk, dv = return_kv(dk._base, self.k, self.v, self.route, self.exchange)
+        both = torch.cat((dk.flatten(1), dv.flatten(1)), 1) if dk._base is None else dk._base
+        dk, dv = return_kv(both, self.k, self.v, self.route, self.exchange)
         return dq, dk.to(self.k.dtype), dv.to(self.v.dtype)
 
 
 class Pushed(Ours):
     """Rows travel beside the kernel. `keep` keeps the expanded rows for the backward."""
 
-    def __init__(self, pack: Pack, setup: Setup, layout: str, *, keep: bool = False) -> None:
+    def __init__(
+        self, pack: Pack, setup: Setup, layout: str, *, keep: bool = False, planned: BatchPlan | None = None
+    ) -> None:
         if not capabilities(setup.kernel).overlaps_exchange:
             raise ValueError(f"{setup.kernel} does not run beside an exchange")
-        super().__init__(pack, setup, layout, "push")
+        super().__init__(pack, setup, layout, "push", planned=planned)
         self.name = f"{layout} + push, beside the kernel{', kept' if keep else ''}"
         self.keep = keep
         self.inputs = self.tables.cu_seqlens_q, self.tables.cu_seqlens_k, self.tables.pieces, self.tables.launches
@@ -168,42 +181,77 @@ class Pushed(Ours):
         )  # fmt: skip
 
 
+class Noting(Backend):
+    """The backend, which keeps how the one attention of its graph runs."""
+
+    decision: Decision
+
+    def _rewritten(self, gm: torch.fx.GraphModule) -> State:
+        state = super()._rewritten(gm)
+        if not state.refusals:
+            (self.decision,) = state.decisions
+        return state
+
+
+class Layer:
+    """A layer's attention as a user runs it: compiled by the backend in the first step, whose site later batches are
+    planned for. Queries, keys and values are its inputs: no projection, no rotation."""
+
+    def __init__(self, setup: Setup, kernel: str) -> None:
+        """`kernel`: as `Sharding` takes it."""
+        torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False  # a forward's gradients are timed several times
+        # Plans are for the site with most columns under a mesh: each shape has a mesh of its own.
+        names = (f"cp_{setup.heads}_{setup.heads_kv}_{setup.dim}",)
+        mesh = init_device_mesh(setup.device, (setup.world_size,), mesh_dim_names=names)
+        tokens, packing = {"q": 1, "k": 1, "v": 1, "doc_ids": 1}, cp.DocumentIds("doc_ids")
+        inner = "inductor" if setup.device == "cuda" else "aot_eager"
+        self.setup = setup
+        self.sharding = cp.Sharding(mesh, tokens, packing, kernel=cast(Any, kernel), inner=inner)
+        self._made_by = Noting(self.sharding)
+        self.run: Any = torch.compile(packed_attention, backend=self._made_by, fullgraph=True)
+
+    @property
+    def decision(self) -> Decision:
+        """The exchange and the kernel, chosen in the first step."""
+        return self._made_by.decision
+
+    def on(self, pack: Pack) -> Compiled:
+        """The layer on a pack, planned as a batch is behind the first step."""
+        if not hasattr(self._made_by, "decision"):
+            Compiled(pack, self).close()
+        return Compiled(pack, self)
+
+
 class Compiled:
-    """A layer's attention as a user runs it: compiled by the backend, a batch cut and planned by `shard` behind the
-    first step, the exchange that the proof's site takes, gradients by autograd."""
+    """A compiled layer in the block of a batch that `shard` cut, with gradients by autograd. `plan`: of the batch."""
 
     name = "compiled layer"
 
-    def __init__(self, pack: Pack, setup: Setup) -> None:
+    def __init__(self, pack: Pack, layer: Layer) -> None:
         if not pack.mask.is_plain:
             raise ValueError("the layer's own mask is of documents alone")
-        torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False  # a forward's gradients are timed several times
-        mesh = init_device_mesh("cuda", (setup.world_size,), mesh_dim_names=("cp",))
-        tokens = {"q": 1, "k": 1, "v": 1, "doc_ids": 1}
-        sharding = cp.Sharding(mesh, tokens, cp.DocumentIds("doc_ids"), kernel=cast(Any, setup.kernel))
-        self.layer: Any = torch.compile(packed_attention, backend=cp.backend(sharding), fullgraph=True)
-        self.block, batch = ExitStack(), self._batch(pack, setup)
-        for _ in range(2):  # before the first step nothing is known of the heads that a batch is planned for
-            self.block.close()
-            self.local = self.block.enter_context(sharding.shard(batch, lengths=pack.lengths))
-            for name in ("q", "k", "v"):
-                self.local[name].requires_grad_()
-            self.dout = torch.randn_like(self.local["q"])
-            self.forward()
-            self.backward()
+        self.layer, self.block = layer, ExitStack()
+        self.local: Any = self.block.enter_context(layer.sharding.shard(self._batch(pack), lengths=pack.lengths))
+        self.plan: BatchPlan = self.local.plan
+        for name in ("q", "k", "v"):
+            self.local[name].requires_grad_()
+        self.dout = torch.randn_like(self.local["q"])
+        self.forward()
+        self.backward()
 
-    def _batch(self, pack: Pack, setup: Setup) -> dict[str, Tensor]:
+    def _batch(self, pack: Pack) -> dict[str, Tensor]:
         """The whole row, the same on all ranks."""
-        drawn, heads = torch.Generator("cuda").manual_seed(0), (setup.heads, setup.heads_kv, setup.heads_kv)
+        setup = self.layer.setup
+        drawn, heads = torch.Generator(setup.device).manual_seed(0), (setup.heads, setup.heads_kv, setup.heads_kv)
         shapes = [(1, pack.tokens, count, setup.dim) for count in heads]
-        rows = [torch.randn(x, device="cuda", dtype=setup.dtype, generator=drawn) for x in shapes]
+        rows = [torch.randn(x, device=setup.device, dtype=setup.dtype, generator=drawn) for x in shapes]
         batch = dict(zip(("q", "k", "v"), rows, strict=True))
         ids = np.repeat(np.arange(len(pack.lengths)), pack.lengths)
-        return {**batch, "doc_ids": torch.from_numpy(ids)[None].cuda()}
+        return {**batch, "doc_ids": torch.from_numpy(ids)[None].to(setup.device)}
 
     def forward(self) -> object:
-        self.out: Tensor = self.layer(**self.local)
+        self.out: Tensor = self.layer.run(**self.local)
         return self.out
 
     def backward(self) -> object:
@@ -212,6 +260,21 @@ class Compiled:
 
     def close(self) -> None:
         self.block.close()
+
+
+def ops_of(compiled: Compiled, pack: Pack, *, alone: bool = False) -> Ours:
+    """The ops that a compiled layer runs, called one after another, on its plan. `alone`: the kernel without exchange.
+
+    Raises:
+        ValueError: heads are scattered before, or rows travel in steps.
+    """
+    site, setup = compiled.layer.decision, compiled.layer.setup
+    if site.heads is not None or site.exchange.kind not in CARRIERS:
+        raise ValueError(f"{site.exchange_name} is no exchange before the kernel")
+    setup = replace(setup, kernel=site.kernel)
+    if travels_beside(site.exchange, site.kernel) and not alone:
+        return Pushed(pack, setup, "balanced", planned=compiled.plan)
+    return Ours(pack, setup, "balanced", site.exchange.kind, alone=alone, planned=compiled.plan)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:

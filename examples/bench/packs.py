@@ -59,29 +59,38 @@ def draw(name: str, tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def packs(world_size: int) -> list[Pack]:
-    """All packs for a number of ranks. The seeds of web_mix give 27 and 49 documents in 32K tokens."""
+TABLE = ("web_mix", "one", "x 512")
+"""Texts in the names of the six packs of RESULTS.md's tables."""
+
+
+def packs(world_size: int, k: int = 1024) -> list[Pack]:
+    """All packs for a number of ranks, with `k` tokens to a K. The seeds of web_mix give 27 and 49 documents in 32K."""
     found = []
     seeds = {"web_mix": (176, 1176), "prolong": (42, 43), "long_tail": (42, 43)}
-    for per_gpu in (8192, 32768):
+    for per_gpu in (8, 32):
         for name, pair in seeds.items():
             for seed in pair:
-                lengths = draw(name, per_gpu * world_size, seed)
-                found.append(Pack(f"{name} {per_gpu >> 10}K/GPU ({len(lengths)} docs)", lengths))
-    found.append(Pack(f"one {8 * world_size}K document", (8192 * world_size,)))
-    found.append(Pack(f"{16 * world_size} x 512", (512,) * (16 * world_size)))
+                lengths = draw(name, per_gpu * k * world_size, seed)
+                found.append(Pack(f"{name} {per_gpu}K/GPU ({len(lengths)} docs)", lengths))
+    found.append(Pack(f"one {8 * world_size}K document", (8 * k * world_size,)))
+    found.append(Pack(f"{16 * world_size} x 512", (k // 2,) * (16 * world_size)))
     for number, lengths in enumerate(json.loads(LENGTHS.read_text())["ring_flash_attention_packs"]["packs"]):
         found.append(Pack(f"ring pack {number}", tuple(length * world_size for length in lengths)))
     return found
 
 
-def drawn_packs(world_size: int, seed: int) -> list[Pack]:
+def table_packs(world_size: int, k: int = 1024) -> list[Pack]:
+    """The six of RESULTS.md's tables."""
+    return [pack for pack in packs(world_size, k) if any(text in pack.name for text in TABLE)]
+
+
+def drawn_packs(world_size: int, seed: int, k: int = 1024) -> list[Pack]:
     """Six packs that nobody has chosen: each distribution once at 8K and once at 16K to 32K tokens of each GPU."""
     rng, found = np.random.default_rng(seed), list[Pack]()
     for number, name in enumerate(("web_mix", "prolong", "long_tail") * 2):
-        per_gpu = 8192 if number < 3 else 1024 * int(rng.integers(16, 33))
-        lengths = draw(name, per_gpu * world_size, int(rng.integers(1 << 30)))
-        found.append(Pack(f"drawn {number} of {seed}: {name} {per_gpu >> 10}K/GPU ({len(lengths)} docs)", lengths))
+        per_gpu = 8 if number < 3 else int(rng.integers(16, 33))
+        lengths = draw(name, per_gpu * k * world_size, int(rng.integers(1 << 30)))
+        found.append(Pack(f"drawn {number} of {seed}: {name} {per_gpu}K/GPU ({len(lengths)} docs)", lengths))
     return found
 
 
