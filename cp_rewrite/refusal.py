@@ -130,15 +130,17 @@ def _times(group: Sequence[Refusal]) -> str:
     return f" (in {len(group)} layers)" if len(layers) == len(group) else f" ({len(group)} times)"
 
 
-_NOT_THE_MODEL = tuple(f"{Path(str(file)).parent}/" for file in (torch.__file__, __file__))
+_TORCH_AND_US = tuple(f"{Path(str(file)).parent}/" for file in (torch.__file__, __file__))
+_OF_ALL_MODELS = ("/transformers/masking_utils.py", "/transformers/utils/")
 
 
-def source_line(node: fx.Node) -> str:
+def source_line(node: fx.Node, in_model: bool = True) -> str:
     """`file:line, code` of the innermost frame outside of torch and this package in the node's stack trace; its name
-    without one."""
+    without one. `in_model`: outside, too, of what makes masks for all models of transformers."""
+    apart = _TORCH_AND_US + _OF_ALL_MODELS * in_model
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    for i in sorted(frames, key=lambda i: (not any(place in lines[i] for place in _NOT_THE_MODEL), i), reverse=True):
+    for i in sorted(frames, key=lambda i: (not any(place in lines[i] for place in apart), i), reverse=True):
         file, number = lines[i].split(",")[:2]
         code = f", `{lines[i + 1]}`" if i + 1 < len(lines) else ""
         return f"{file[5:].strip().strip(chr(34))}:{number.split()[-1]}{code}"

@@ -39,6 +39,7 @@ HELD_OUT = 20
 
 def main() -> None:
     args = parse_args()
+    check_folder(args.folder)
     mesh = start()
     tile = "auto" if args.tile else None
     sharding = cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), rows="own", inner=args.inner, tile=tile)
@@ -92,6 +93,16 @@ def parse_args() -> argparse.Namespace:
         "--inner", help="inductor | aot_eager | eager", default="inductor" if on_gpus() else "aot_eager"
     )
     return parser.parse_args()
+
+
+def check_folder(folder: str) -> None:
+    """Ends the program where a folder lacks what the model is made of, before anything is."""
+    missing = [name for name in ("config.json", "*.safetensors") if not any(Path(folder).glob(name))]
+    if missing:
+        raise SystemExit(
+            f"{folder} holds no {' and no '.join(missing)}: give the folder of a whole checkpoint, such as "
+            "model.save_pretrained(folder) and tokenizer.save_pretrained(folder) of transformers write it"
+        )
 
 
 def load(args: argparse.Namespace, mesh: DeviceMesh, sharding: cp.Sharding) -> Any:

@@ -6,6 +6,7 @@ shift_labels    7  2 -100 9 -100    3 targets; a causal language model's reads t
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -68,6 +69,32 @@ def check_shifts(handed: Handed, moved: Collection[str]) -> None:
                 f"the model shifts {name!r} over the joined row of all ranks: give the first token of each row the "
                 f"label {IGNORE_INDEX}, or let shard(batch, shift_labels=True) shift them, row by row"
             )
+
+
+def warn_if_unshifted(handed: Handed, read: Collection[str]) -> None:
+    """Warn where labels are the tokens that a causal model gets at the same places, so that it learns to copy.
+
+    Args:
+        handed: the arguments of the batch in flight. read: names of those that the graph reads, and moves nowhere.
+    """
+    names = [name for name in handed.tokens if name in read and isinstance(handed.batch.get(name), Tensor)]
+    for label, other in itertools.product([name for name in names if name in handed.labels], names):
+        labels, x = handed.batch[label], handed.batch[other]
+        alike = x.shape == labels.shape and not x.is_floating_point() and {x.device.type, labels.device.type} == {"cpu"}
+        if other in handed.labels or not alike or SHIFTED in read:
+            continue
+        dim = handed.tokens[label]
+        own, here = (y.narrow(dim, 0, min(y.shape[dim], _LOOKED_AT)) for y in (labels, x))
+        targets = own != IGNORE_INDEX
+        if targets.sum() >= _ENOUGH and (own == here)[targets].all():
+            warnings.warn(
+                f"{label!r} are {other!r} at each target, and the model compares them with what it computes of the "
+                f"same token: it learns to copy. Give it the next tokens: {label!r} shifted by one in the batch or by "
+                "the model (logits[:, :-1], labels[:, 1:]), or shard(batch, shift_labels=True) for models of "
+                "transformers",
+                stacklevel=2,
+            )
+            return
 
 
 def is_label(name: str, value: Tensor, label_arg: str) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cp_rewrite.agree import turns
 from cp_rewrite.batch.active import ActivePlan, is_captured
 from cp_rewrite.batch.handed import packing_names
-from cp_rewrite.batch.labels import check_shifts, with_true_count
+from cp_rewrite.batch.labels import check_shifts, warn_if_unshifted, with_true_count
 from cp_rewrite.batch.marks import (
     is_part,
     known_part,
@@ -102,6 +102,8 @@ class CallChecks:
         # Blocks that are compiled one by one are no whole model: what they don't read, others do.
         whole = not state.sharding.block_tokens
         self.loss_outside = whole and bool(trained) and all(value_of(x).ndim > 0 for x in trained)
+        in_place = whole and bool(trained) and not found.reads and bool(state.sites)
+        self.sees_own_token = in_place and not any(site.mask.looks_ahead for site in state.sites)
 
     def check(self, plan: ActivePlan, args: Sequence[Any]) -> None:
         """Raise where a call's arguments are none of the batch's, or where the graph is not right for the batch."""
@@ -122,6 +124,9 @@ class CallChecks:
             handed.check_full(self.sums)
         handed.check_padding(self.readers)
         check_shifts(handed, self.moved)
+        if self.sees_own_token:
+            self.sees_own_token = False  # the first call's labels are looked at
+            warn_if_unshifted(handed, self.places)
         if self.loss_outside:
             handed.check_unread(self.places)
         if self.conditions and plan.plan.fill:

@@ -41,16 +41,16 @@ class Fit:
         """Plain values, for JSON. Bytes."""
         one = {**self.memory.parts, "peak": self.memory.peak, "at": self.memory.at}
         others = [{"what": what, "peak": memory.peak} for what, memory in self.options]
-        return {"device_bytes": self.target.device_bytes, "fits": self.fits, "memory": one, "options": others}
+        sizes = {"device_bytes": self.target.device_bytes, "room": self.target.room}
+        return {**sizes, "fits": self.fits, "memory": one, "options": others}
 
     def __str__(self) -> str:
-        room = self.target.room
         lines = [
             f"{self.target.rows} tokens a GPU, {self.target.world_size} ranks share a row, weights sharded over "
             f"{self.ranks}; fp32 weights and AdamW, activations in bf16",
             *(f"{name:12} {amount(size, self.memory.peak):>12}" for name, size in self.memory.parts.items()),
-            f"{'peak':12} {amount(self.memory.peak):>12} of {amount(room)}: "
-            + ("fits" if self.fits else "does NOT fit"),
+            f"{'peak':12} {amount(self.memory.peak):>12} of {amount(self.target.room)}: "
+            + self.target.verdict(self.memory.peak),
         ]
         return "\n".join([*lines, *self.advice])
 
@@ -60,10 +60,9 @@ class Fit:
         if self.fits:
             return []
         lines = ["what would make it fit, each beside those before it:"]
-        for what, memory in self.options:
-            verdict = "fits" if memory.peak <= self.target.room else "does not fit"
-            lines.append(f"  {what}: {amount(memory.peak)}, {verdict}")
-        return lines
+        return lines + [
+            f"  {what}: {amount(memory.peak)}, {self.target.verdict(memory.peak)}" for what, memory in self.options
+        ]
 
 
 def fit_of(
@@ -106,13 +105,17 @@ def fit_of(
     return Fit(target, predict(needs, share), share.ranks, tuple(tried))
 
 
+RULE = "chosen: the fewest options with which a step fits where all GPUs share a row, then the fewest GPUs that can"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The least that has to be done for a model to train on so many GPUs, and how to start it.
 
     Args:
         folder, tokens, gpus: what was asked for: the model's folder, tokens of a row, all GPUs.
-        ranks: that share a row; the others are data parallel.
+        ranks: that share a row in the mesh of `code`; the others are data parallel. The mesh of `command` is all GPUs,
+            which share as many rows.
         way: what is done. memory, seconds: of one GPU and a step of one row a group, with it.
         longest: tokens of the longest row that all GPUs together could share with it.
         kept_whole: the memory if blocks' weights stay whole behind their forward, and are gathered once a step, not
@@ -138,6 +141,7 @@ class Recipe:
         """Plain values, for JSON. Bytes, tokens, seconds."""
         return {
             "mesh": {"dp": self.gpus // self.ranks, "cp": self.ranks},
+            "command_mesh": {"cp": self.gpus} if self.command else None,
             "checkpointed": self.checkpointed,
             "tile": self.way.share.tile,
             "offload": [*self.way.share.on_host],
@@ -187,7 +191,7 @@ class Recipe:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        groups, room = self.gpus // self.ranks, self.target.room
+        groups = self.gpus // self.ranks
         done = [
             *(["blocks checkpointed"] if self.checkpointed else []),
             *(["tile"] if self.way.share.tile else []),
@@ -195,18 +199,21 @@ class Recipe:
             *(f"{name} on the host" for name in self.way.share.on_host),
         ]
         speed = self.tokens * groups / self.seconds
+        together = f", with a mesh of its own: all {self.gpus} GPUs share the {groups} rows of a batch" * (groups > 1)
         shared = f"{self.ranks} GPUs share" if self.ranks > 1 else "each GPU has"
         return "\n".join(
             [
                 f"mesh (dp, cp) = ({groups}, {self.ranks}): {shared} a row of {self.tokens:,} tokens; "
                 + (", ".join(done) or "nothing else needed"),
-                f"peak {amount(self.memory.peak)} of {amount(room)} a GPU, one batch a step",
+                f"{RULE}{'; one option more may let fewer share it' * (self.ranks > 1)}",
+                f"peak {amount(self.memory.peak)} of {amount(self.target.room)} a GPU: "
+                f"{self.target.verdict(self.memory.peak)}; one batch a step",
                 f"about {speed:,.0f} tokens/s of all {self.gpus} GPUs, if only matrix products and attention took time",
                 f"the longest row that fits so, if all {self.gpus} GPUs share it: {self.longest:,} tokens",
                 *self._whole,
                 "",
-                *(["a checkpoint of Hugging Face:", self.command, ""] if self.command else []),
-                "a loop of your own (README's lines, where they differ from model to model):",
+                *([f"a checkpoint of Hugging Face{together}:", self.command, ""] if self.command else []),
+                "a loop of your own (README's lines, where they differ from model to model), with this mesh:",
                 self.code,
             ]
         )
@@ -223,7 +230,9 @@ class Recipe:
 
 
 def recipe(folder: str, lengths: Sequence[int], gpus: int, nodes: int = 1, **options: Any) -> Recipe | Fit | Report:
-    """The first of `ways` that fits on `gpus` GPUs, and the fewest ranks of a group for which it still does.
+    """The first of `ways` that fits where all `gpus` GPUs share a row, and the fewest ranks of a group for which it
+    still does. One way more may let
+    fewer ranks share a row, which is not looked at.
 
     A way is tried in the graph that it gives: what tiles hold is not known before. Arguments are those of
     `explain_config`.

@@ -401,6 +401,11 @@ class Target:
         """Bytes of one GPU for tensors."""
         return self.device_bytes - BESIDE_TENSORS
 
+    def verdict(self, peak: int) -> str:
+        """Words on a peak of so many bytes: it fits or not, and how close it is."""
+        left = self.room - peak
+        return f"fits, {amount(left, self.room)} left" if left >= 0 else f"does NOT fit, {amount(-left)} too much"
+
     @property
     def seconds(self) -> float:
         """Seconds of the attention of all layers, forward and backward."""
@@ -472,13 +477,9 @@ class Target:
                 f"({others}); imbalance {site.imbalance:.3f}; a rank gets up to {_mib(site.inside + site.across)} of "
                 f"keys and values{across}"
             )
-        if self.needs is not None:
-            memory, whole = (
-                predict(self.needs, self.share()),
-                predict(self.needs, replace(self.share(), resharded=False)),
-            )
-            fits = "fits" if memory.peak <= self.room else "does NOT fit"
-            lines.append(f"memory    {memory}: {fits} in {amount(self.room)}")
+        if (memory := self.memory) is not None and self.needs is not None:
+            lines.append(f"memory    {memory} of {amount(self.room)}: {self.verdict(memory.peak)}")
+            whole = predict(self.needs, replace(self.share(), resharded=False))
             if self.world_size > 1 and memory.peak < whole.peak <= self.room:
                 lines.append(f"          {amount(whole.peak)} with parallelize(reshard_after_forward=False): fits, too")
         return "\n".join(lines)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -16,9 +18,27 @@ from cp_rewrite.passes.graph.tokens import TokenAxis, passed_numbers
 from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.passes.predicate.evaluate import Evaluator
 from cp_rewrite.passes.values.state import Table
-from cp_rewrite.refusal import Reason, Refusal
+from cp_rewrite.refusal import Reason, Refusal, source_line
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import is_parameter
+
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def maker_of(mask: fx.Node) -> fx.Node:
+    """The node whose line says what a mask is: where a library's line makes it, the last flags of the user's program
+    among what it is made of, as a mask function that a model of transformers was given; the mask itself without any."""
+    if not source_line(mask, in_model=False).startswith(_LIBRARIES):
+        return mask
+    made_of, pending = {mask}, [mask]
+    while pending:
+        found = [node for node in pending.pop().all_input_nodes if node not in made_of]
+        made_of.update(found)
+        pending += found
+    known = [node for node in mask.graph.nodes if node in made_of and node.stack_trace]
+    flags = [node for node in known if getattr(node.meta.get("example_value"), "dtype", None) is torch.bool]
+    own = [node for node in flags if not source_line(node, in_model=False).startswith(_LIBRARIES)]
+    return own[-1] if own else mask
 
 
 class Prover:
@@ -76,11 +96,12 @@ class Prover:
         indices: Sequence[fx.Node] = (),
         zeros: Sequence[fx.Node] = (),
     ) -> PackedMask | list[Refusal]:
-        """The meaning of a traced mask, or refusals; arguments as of `predicate.prove`."""
+        """The meaning of a traced mask, or refusals, which name `maker_of` it; arguments as of `predicate.prove`."""
         tables = {node: table for node in canonical.leaves if (table := self._table(node)) is not None}
         self.tables |= tables
         names = self._name, self.local_tokens
-        return prove(canonical, mask, shape, self.sharding, *names, indices, zeros, self.tokens.masks, tables)
+        named = maker_of(mask)
+        return prove(canonical, named, shape, self.sharding, *names, indices, zeros, self.tokens.masks, tables)
 
     def argument(self, scope: Scope, tensor: Any, node: fx.Node) -> str:
         """The argument whose numbers the 1-d `tensor` holds, in another dtype perhaps, when `node` of `scope` reads it;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,43 @@ def named_targets() -> Case:
 def test_labels_of_another_name_are_shifted(forks: Forks) -> None:
     outcome = observe(forks, named_targets)
     assert outcome.kind is Kind.RIGHT, str(outcome)
+
+
+def of_next_token(model: Model, logits: Tensor, b: Batch) -> Tensor:
+    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten(), reduction="sum")
+    return total / b["num_items"]
+
+
+def both_ways(b: Batch) -> Tensor:
+    return (b["doc_ids"][:, :, None] == b["doc_ids"][:, None, :])[:, None]
+
+
+LEARNS_TO_COPY: dict[str, tuple[Callable[[Batch], Tensor], dict[str, Any], bool]] = {
+    "as they are": (lambda b: b["input_ids"].clone(), {}, True),
+    "as they are, but at documents' starts": (lambda b: b["input_ids"].where(b["doc_ids"] > 0, -100), {}, True),
+    "the next tokens": (lambda b: F.pad(b["input_ids"][:, 1:], (0, 1), value=-100), {}, False),
+    "shifted by the model": (lambda b: b["input_ids"].clone(), {"loss": of_next_token}, False),
+    "of hidden tokens": (lambda b: (b["input_ids"] + 1) % 19, {}, False),
+    "of a model that looks ahead": (lambda b: b["input_ids"].clone(), {"mask": both_ways}, False),
+}
+"""How labels are made of the batch, the model's parts, and whether a warning says that it learns to copy."""
+
+
+@pytest.mark.parametrize("name", LEARNS_TO_COPY)
+def test_labels_that_nobody_shifts_are_one_warning(name: str) -> None:
+    labels, parts, warned = LEARNS_TO_COPY[name]
+    torch._dynamo.reset()  # the first call of a graph warns
+    sharding, b = cp.Sharding(1, TOKENS, cp.DocumentIds("doc_ids"), inner="eager"), pack((9, 8, 10))
+    b["labels"] = labels(b)
+    compiled: Any = torch.compile(Model(**parts), backend=cp.backend(sharding), fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with sharding.shard(b) as local:
+                compiled(**local)
+    said = [str(warning.message) for warning in caught if "learns to copy" in str(warning.message)]
+    assert len(said) == warned
+    assert all("'labels' are 'input_ids' at each target" in text and "shift_labels=True" in text for text in said)
 
 
 # What the model does not take.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cp_rewrite.__main__ import main
-from cp_rewrite.diagnose.config import explain_config, fit_of
+from cp_rewrite.diagnose.config import RULE, explain_config, fit_of
 from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
 from cp_rewrite.planning.cost.devices import DEVICES
 from cp_rewrite.planning.cost.memory import NEWER_TORCH, predict
@@ -114,6 +114,7 @@ def test_a_recipe_is_the_least_that_fits(tmp_path: Path, capsys: pytest.CaptureF
     assert tight["peak"] <= tight["room"] == 4 << 30
     assert (tight["checkpointed"], tight["tile"]) == (True, "auto")
     assert tight["longest_row"] >= 1 << 20
+    assert tight["command_mesh"] == {"cp": 4}
     assert "--checkpointing --tile" in tight["command"]
     assert 'tile="auto"' in tight["code"]
     plain = explain_config(str(tmp_path), [1 << 20], 4, speeds=str(small), checkpointed=True).target
@@ -123,6 +124,37 @@ def test_a_recipe_is_the_least_that_fits(tmp_path: Path, capsys: pytest.CaptureF
     replace(DEVICES["h100"], device_bytes=BESIDE_TENSORS + (1 << 20)).save(small)
     assert main(["recipe", str(tmp_path), *asked[:-1], "--gpu", str(small)]) == 1
     assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_recipe_takes_the_fewest_options_before_the_fewest_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Where nothing has to be done on four ranks, four share a row, though two could with checkpoints. The output says
+    the rule, how close it is, and which mesh is whose."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    transformers.LlamaConfig(vocab_size=64, **sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    tokens = 1 << 20
+    target = explain_config(str(tmp_path), [tokens], 4).target
+    assert target is not None
+    assert target.needs is not None
+    share = replace(target.share(), accumulated=False)
+    on_two = replace(share, rows=tokens // 2, expanded=2 * share.expanded)
+    least, room = predict(target.needs, share).peak, predict(target.needs, on_two).peak - 1
+    assert least < room
+    assert predict(target.needs.checkpointed(), on_two).peak < room
+    small = str(tmp_path / "small.json")
+    replace(DEVICES["h200"], device_bytes=BESIDE_TENSORS + room).save(small)
+    assert main(["recipe", str(tmp_path), "--gpus", "4", "--tokens", str(tokens), "--gpu", small]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"mesh (dp, cp) = (1, 4): 4 GPUs share a row of {tokens:,} tokens; nothing else needed\n")
+    assert f"{RULE}; one option more may let fewer share it" in said
+    assert f"fits, {(room - least) / 2**30:.1f} GiB left" in said
+    assert "mesh of its own" not in said  # it is the same
+    replace(DEVICES["h200"], device_bytes=BESIDE_TENSORS + room + 1).save(small)
+    assert main(["recipe", str(tmp_path), "--gpus", "4", "--tokens", str(tokens), "--gpu", small]) == 0
+    said = capsys.readouterr().out
+    assert "mesh (dp, cp) = (2, 2): 2 GPUs share a row" in said
+    assert "with a mesh of its own: all 4 GPUs share the 2 rows of a batch" in said
+    assert "--rows 2" in said
 
 
 @pytest.mark.long

@@ -81,6 +81,23 @@ def test_files_of_single_experts_are_loaded(pair: Pool, tmp_path: Path) -> None:
         assert all(torch.equal(found[name], x) for name, x in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("files", "lacks"), [((), "config.json and no *.safetensors"), (("config.json",), "*.safetensors")]
+)
+def test_a_folder_without_weights_ends_before_ranks_meet(
+    files: tuple[str, ...], lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example: Any = importlib.import_module("train_checkpoint")
+    monkeypatch.setattr(sys, "argv", ["train_checkpoint.py", str(tmp_path), "--data", "texts"])
+    monkeypatch.setattr(example, "start", lambda: pytest.fail("ranks met"))
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert str(ended.value).startswith(f"{tmp_path} holds no {lacks}: give the folder of a whole checkpoint")
+
+
 def held_out_loss(printed: str) -> float:
     return float(printed.split()[-1])
 

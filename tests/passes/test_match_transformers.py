@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import cp_rewrite as cp
-from cp_rewrite import PackedMask, Reason
+from cp_rewrite import PackedMask, Reason, Refusal
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import Site
@@ -63,6 +64,40 @@ def test_transformers_four_dim_mask_is_opaque() -> None:
     sharding = cp.Sharding(2, TOKENS, POSITIONS)
     batch = packed_batch() | {"attention_mask": torch.ones(2, 1, 12, 12, dtype=torch.bool)}
     assert reasons(llama(1), sharding, batch=batch) == {Reason.MASK_OPAQUE}
+
+
+def every_fifth_key(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (k % 5 == 0) & (q < k)
+
+
+@pytest.mark.parametrize(
+    ("given", "packing", "reason", "file", "code"),
+    [
+        (
+            every_fifth_key, POSITIONS, Reason.MASK_NOT_PACKED,
+            "test_match_transformers.py", "return (k % 5 == 0) & (q < k)",
+        ),
+        (
+            None, cp.DocumentIds("doc_ids"), Reason.MASK_WRONG_SOURCE,
+            "modeling_llama.py", "causal_mask = create_causal_mask(",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_line_that_makes_the_mask(
+    given: Any, packing: Any, reason: Reason, file: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function that a mask of transformers was given, else the model's line that asks for the mask."""
+    model = llama(1).eval()
+    modeling: Any = importlib.import_module("transformers.models.llama.modeling_llama")
+    if given is not None:
+        plain = modeling.create_causal_mask
+        monkeypatch.setattr(modeling, "create_causal_mask", lambda **kw: plain(**kw, or_mask_function=given))
+    sharding = cp.Sharding(2, {**TOKENS, "doc_ids": 1}, packing)
+    (refusal,) = match_model(model, sharding, batch=packed_batch())
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is reason
+    assert file in refusal.where
+    assert refusal.where.endswith(f"`{code}`")
 
 
 @pytest.mark.slow
