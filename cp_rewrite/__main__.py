@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument("--tile", action="store_true", help="Sharding(tile='auto')")
     m.add_argument("--loss-alone", action="store_true", help="a model that returns no logits")
     m.add_argument("--offload", nargs="+", default=(), choices=["checkpoints", "weights"], help="what lies on the host")
-    m.add_argument("--experts", type=int, default=1, help="ranks that share one set of experts (default 1)")
+    m.add_argument("--experts", default="1", help="ranks that share one set of experts, or auto (default 1)")
     m.add_argument(
         "--reshard-after-forward",
         action=argparse.BooleanOptionalAction,
@@ -217,7 +217,7 @@ def _memory(arguments: argparse.Namespace) -> int:
         arguments.data_parallel,
         loss_alone=arguments.loss_alone,
         offload=arguments.offload,
-        experts=whole_number("--experts", arguments.experts),
+        experts="auto" if arguments.experts == "auto" else _number("--experts", arguments.experts),
         resharded=arguments.reshard_after_forward,
         prefetch=whole_number("--prefetch", arguments.prefetch),
     )
@@ -313,6 +313,12 @@ def _lengths(text: str) -> list[int]:
         found = repr(bad[0]) if bad else "nothing"
         raise ValueError(f"--lengths must be whole numbers such as 3104,3200, or a file of them; got {found}")
     return [int(word) for word in words]
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number or auto, got {text!r}")
+    return whole_number(name, int(text))
 
 
 def _pair(name: str, text: str) -> tuple[int, int]:

@@ -17,6 +17,13 @@ BACKWARD_HOOKS = (
     "forward or in a forward hook; look at those of weights (`weight.register_hook`) or of the whole model"
 )
 """Advice where a module, or a tensor of its forward, has a hook of the backward."""
+ADAPTED_PARAMETER = (
+    "adapters of PEFT on a parameter (target_parameters; target_modules='all-linear' has them on experts and routers, "
+    "too) change it in each call, which can't be traced: adapt linear layers by their names and train routers whole, "
+    "LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'], modules_to_save=['gate']), or as the model "
+    "names them"
+)
+"""Advice where PEFT has wrapped a parameter, as of experts."""
 
 
 class Reason(Enum):

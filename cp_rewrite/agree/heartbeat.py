@@ -133,6 +133,7 @@ CALLS = {
     "batch": "enters sharding.shard(batch)",
     "masks": "enters sharding.shard(batch)",
     "weights": "first calls a model that it compiled, or shards one",
+    "experts": "lets ranks share experts",
     "arguments": "calls a model",
     "gradients": "calls cp.sum_gradients",
 }

@@ -51,6 +51,8 @@ _ADVICE = {
     "weights": "have other weights or buffers than rank 0, so the model is not the one of a single process. Give every "
     "rank the same seed or checkpoint, those of other data-parallel groups too; and whole weights, not parts of them "
     "as under tensor parallelism",
+    "experts": "share experts over another number of ranks than rank 0. Give every rank the same experts=, and under "
+    "'auto' the same speeds and ranks_per_node",
     "arguments": "call the model with other arguments than rank 0, and what tokens does not name is taken to be the "
     "same on all ranks. Compute it of the whole batch, before `shard`; or give it a value per token, and name it in "
     "tokens",
@@ -279,11 +281,23 @@ def on_weights(sharding: Sharding, weights: Mapping[str, Tensor], mesh: DeviceMe
     """Compare a sample of a model's weights and buffers over the group, or over all ranks of `mesh`, of one dim.
     Raises as `on_graph`."""
     if mesh is not None:
-        sharding = Sharding(mesh, sharding.tokens, sharding.packing, check_batches=sharding.check_batches)
+        sharding = _over(mesh, sharding)
     if talks(sharding):
         whole = whole_weights(weights)
         prints = _fingerprints(list(whole.values()))
         compare(sharding, "weights", "\n".join(map(": ".join, zip(whole, prints, strict=True))))
+
+
+def on_experts(sharding: Sharding, shared: int, mesh: DeviceMesh) -> None:
+    """Compare how many ranks are to share a set of experts, over all ranks of `mesh`, of one dim. Raises as
+    `on_graph`."""
+    if talks(over := _over(mesh, sharding)):
+        compare(over, "experts", f"experts: {shared}")
+
+
+def _over(mesh: DeviceMesh, sharding: Sharding) -> Sharding:
+    """An annotation over other ranks, to compare what is no batch."""
+    return Sharding(mesh, sharding.tokens, sharding.packing, check_batches=sharding.check_batches)
 
 
 def on_arguments(sharding: Sharding, values: Mapping[str, Any]) -> None:

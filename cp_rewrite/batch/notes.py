@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 from cp_rewrite.packing import packing_args
-from cp_rewrite.refusal import BACKWARD_HOOKS
+from cp_rewrite.refusal import ADAPTED_PARAMETER, BACKWARD_HOOKS
 from cp_rewrite.sharding import Sharding
 
 from .buffers import OVERWRITTEN
@@ -54,6 +54,7 @@ _WRAPPED = {
     "(an attribute, a list), which its second run in the backward would do again: let it return that",
     ("FlexAttention does not support backward on CPU",): "torch itself trains flex attention on GPUs alone: on a CPU "
     "try the same model with F.scaled_dot_product_attention and a mask of (T, T); the annotation stays",
+    ("in _activate_lora",): ADAPTED_PARAMETER,
     ("peft/tuners/lora/dora.py",): "DoRA's layers clear a cache, and ask for the type of their weight, in each call, "
     "which can't be traced: docs/reference/integrations.md#dora has the two lines to set before",
     ("liger_kernel/",): "Liger's kernels can't be traced into one graph: build the model without them "

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_rewrite.experts.choose import ExpertRanks
 from cp_rewrite.experts.layers import check_size
 from cp_rewrite.packing import PositionIds
-from cp_rewrite.planning.cost.memory import NEWER_TORCH, Memory, Share, Way, amount, predict, ways
+from cp_rewrite.planning.cost.constants import TRIPS, TRIPS_AGAIN
+from cp_rewrite.planning.cost.experts import Machine, Mixture, choose_ranks
+from cp_rewrite.planning.cost.memory import NEWER_TORCH, Memory, Needs, Share, Way, amount, predict, ways
 from cp_rewrite.sharding import Sharding
 
 from .explain import Report, explain
@@ -30,7 +33,7 @@ class Fit:
 
     target: Target
     memory: Memory
-    ranks: int
+    share: Share
     options: tuple[tuple[str, Memory], ...]
 
     @property
@@ -41,13 +44,15 @@ class Fit:
         """Plain values, for JSON. Bytes."""
         one = {**self.memory.parts, "peak": self.memory.peak, "at": self.memory.at}
         others = [{"what": what, "peak": memory.peak} for what, memory in self.options]
-        sizes = {"device_bytes": self.target.device_bytes, "room": self.target.room}
-        return {**sizes, "fits": self.fits, "memory": one, "options": others}
+        facts = {"device_bytes": self.target.device_bytes, "room": self.target.room, "experts": self.share.experts}
+        return {**facts, "fits": self.fits, "memory": one, "options": others}
 
     def __str__(self) -> str:
+        ranks, together = self.share.ranks, self.share.experts
+        shared = f", experts={together}{f' with {NEWER_TORCH}' * (together < ranks)}" if together > 1 else ""
         lines = [
             f"{self.target.rows} tokens a GPU, {self.target.world_size} ranks share a row, weights sharded over "
-            f"{self.ranks}; fp32 weights and AdamW, activations in bf16",
+            f"{ranks}{shared}; fp32 weights and AdamW, activations in bf16",
             *(f"{name:12} {amount(size, self.memory.peak):>12}" for name, size in self.memory.parts.items()),
             f"{'peak':12} {amount(self.memory.peak):>12} of {amount(self.target.room)}: "
             + self.target.verdict(self.memory.peak),
@@ -72,13 +77,14 @@ def fit_of(
     *,
     loss_alone: bool = False,
     offload: Collection[str] = (),
-    experts: int = 1,
+    experts: ExpertRanks = 1,
     resharded: bool = True,
     prefetch: int = 1,
 ) -> Fit:
     """The peak on a target, with every layer checkpointed or as the model has them. `offload`: what lies on the host.
     `loss_alone`: the model will return no logits, though the one that was looked at does. `experts`: ranks that share
-    one set of experts. `resharded`, `prefetch`: which weights are gathered, as of `Share`.
+    one set of experts; `auto`: as many as the cost model has for the target's tokens, with the newest torch.
+    `resharded`, `prefetch`: which weights are gathered, as of `Share`.
 
     Raises:
         ValueError: the target is of a function, which has no weights; or `experts` does not go with it.
@@ -89,20 +95,42 @@ def fit_of(
         )
     needs = target.needs.checkpointed() if checkpointed else target.needs
     needs = needs.of_loss() if loss_alone else needs
-    share = replace(
-        target.share(data_parallel), on_host=offload, experts=experts, resharded=resharded, prefetch=prefetch
-    )
+    share = replace(target.share(data_parallel), on_host=offload, resharded=resharded, prefetch=prefetch)
     check_size(experts, share.ranks, offload)
-    if experts > 1 and (not needs.experts or needs.experts % experts):
+    together = _chosen(target, needs, share) if experts == "auto" else experts
+    if together > 1 and (not needs.experts or needs.experts % together):
         has = needs.experts or "none"
-        raise ValueError(f"experts={experts} must divide a layer's experts that ranks can share: the model has {has}")
-    room = target.room
+        raise ValueError(f"experts={together} must divide a layer's experts that ranks can share: the model has {has}")
+    share, room = replace(share, experts=together), target.room
     tried: list[tuple[str, Memory]] = []
     for way in ways(needs, share, node=target.ranks_per_node):
         tried.append((way.what, way.memory))
         if way.memory.peak <= room:
             break
-    return Fit(target, predict(needs, share), share.ranks, tuple(tried))
+    return Fit(target, predict(needs, share), share, tuple(tried))
+
+
+def _chosen(target: Target, needs: Needs, share: Share) -> int:
+    """Ranks that share a set of experts, by the cost model: in bf16, gradients summed in fp32."""
+    sizes = [n for n in range(2, share.ranks + 1) if share.ranks % n == 0 and needs.experts and needs.experts % n == 0]
+    if not sizes or "weights" in share.on_host:
+        return 1
+    layers = [layer for layer in needs.layers if layer.experts]
+    mixture = Mixture(
+        layers=len(layers),
+        chosen=needs.chosen,
+        trips=TRIPS + TRIPS_AGAIN * any(layer.checkpointed for layer in layers),
+        gathered=sum(2 * layer.experts for layer in layers) * (1 + share.resharded),
+        summed=sum(4 * min(layer.trained, layer.experts) for layer in layers),
+        row=sum(2 * layer.enters for layer in layers),
+        flops=needs.flops,
+    )
+    machine = Machine(share.ranks, target.ranks_per_node, target.speeds)
+
+    def fits(n: int) -> bool:
+        return predict(needs, replace(share, experts=n)).peak <= target.room
+
+    return choose_ranks(mixture, machine, sizes, share.rows, fits)
 
 
 RULE = "chosen: the fewest options with which a step fits where all GPUs share a row, then the fewest GPUs that can"

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
+from cp_rewrite.experts.choose import chosen_of
 from cp_rewrite.experts.layers import is_layer_of_experts
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.kernels.states.select import SOLVED, runs_by_kernels
@@ -41,7 +42,7 @@ from cp_rewrite.passes.plan_sites import between_gpus, inner_ranks, is_dry_run, 
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.choose_exchange import exchange_seconds, needed_bytes, scattered_bytes
 from cp_rewrite.planning.cost.constants import BACKWARD_FLOPS, BESIDE_TENSORS, PRODUCTS, TILE_GAIN_AGAIN
-from cp_rewrite.planning.cost.devices import Model, SiteKind
+from cp_rewrite.planning.cost.devices import DEVICES, Device, Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
 from cp_rewrite.planning.cost.memory import Layer, Memory, Needs, Share, amount, predict
 from cp_rewrite.planning.cost.tiles import imbalance
@@ -99,7 +100,8 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     graph = _Graph(gm, tokens, target)
     paths = [path for path in graph.paths if path]
     weights = _weights_by_layer(model, paths)
-    experts = math.gcd(*(layer.num_experts for layer in model.modules() if is_layer_of_experts(layer)))
+    of_experts = [layer for layer in model.modules() if is_layer_of_experts(layer)]
+    experts, chosen = math.gcd(*(layer.num_experts for layer in of_experts)), max(map(chosen_of, of_experts), default=0)
     wide = tuple(graph.wide(path) for path in paths)
     found = [
         Layer(
@@ -119,7 +121,7 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     outside = graph.layer("")["kept"] - logits
     returned = head is not None and is_given(head)
     work = graph.work("")
-    needs = Needs(tuple(found), *weights[""][:2], outside, logits, returned, work=work, experts=experts)
+    needs = Needs(tuple(found), *weights[""][:2], outside, logits, returned, work=work, experts=experts, chosen=chosen)
     return GraphNeeds(needs, head, wide)
 
 
@@ -375,7 +377,7 @@ class Target:
     Args:
         device: its name. device_bytes: memory of one GPU. world_size, ranks_per_node: ranks of the group, of a node.
         rows: local rows of a rank. attention: by site. needs: what the model keeps; None where it is no module.
-        tile: of `Sharding(tile=…)`. kernel_flops: FLOP/s of the attention kernel's forward.
+        tile: of `Sharding(tile=…)`. speeds: of the device and its links.
         cuts: cut pieces of sequences that a rank keeps states of, of the rank with most.
         planned_for: heads and exchange that `balanced` plans later batches for; "": the layout is another one.
     """
@@ -390,7 +392,7 @@ class Target:
     planned_for: str = ""
     cuts: int = 0
     tile: int | Literal["auto"] | None = None
-    kernel_flops: float = 1.0
+    speeds: Device = DEVICES["h200"]
 
     @property
     def nodes(self) -> int:
@@ -423,7 +425,7 @@ class Target:
         if self.needs is None:
             return self.seconds
         again = all(layer.checkpointed for layer in self.needs.layers)
-        products = self.rows * self.needs.flops / (PRODUCTS * self.kernel_flops)
+        products = self.rows * self.needs.flops / (PRODUCTS * self.speeds.forward)
         return products + self.seconds * (1 + again / (1 + BACKWARD_FLOPS))
 
     @property
@@ -549,7 +551,7 @@ def target_of(state: State, needs: Needs | None) -> Target:
         planned_for,
         cuts,
         state.sharding.tile,
-        speeds.forward,
+        speeds,
     )
 
 

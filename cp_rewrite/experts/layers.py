@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_rewrite.refusal import ADAPTED_PARAMETER
 from cp_rewrite.torch_internals import cut_in_groups, sharded_over, shards_over_some
 
 from .dispatch import join_group
@@ -124,23 +125,7 @@ class SharedExperts:
         Raises:
             ValueError: what stands against it, in the model and in this torch, before anything is changed.
         """
-        if size < mesh.size() and not shards_over_some():
-            raise ValueError(
-                f"experts={size} of {mesh.size()} ranks needs FSDP that shards weights over some ranks of its mesh, "
-                f"which torch {torch.__version__} lacks (2.13 has it): share over all, experts={mesh.size()}"
-            )
-        self.layers = [module for module in model.modules() if is_layer_of_experts(module)]
-        if not self.layers:
-            raise ValueError(f"experts={size}: {_none_found(model)}")
-        names = {module: name for name, module in model.named_modules()}
-        for layer in self.layers:
-            _check_layer(layer, names[layer], size)
-            for key, p in layer.named_parameters():
-                if size < mesh.size() and _even_dim(p, mesh.size() // size, size) is None:
-                    raise ValueError(
-                        f"experts={size}: FSDP can't cut {names[layer]}.{key} of {tuple(p.shape)} over the "
-                        f"{mesh.size() // size} ranks that have the same experts: share them by more ranks"
-                    )
+        self.layers = layers_to_share(model, mesh.size(), size)
         self.size, self.mesh = size, mesh
         self.whole = size == mesh.size()
         """All ranks share one set: FSDP has nothing to do."""
@@ -192,6 +177,34 @@ class SharedExperts:
         return {"shard_placement_fn": lambda p: over(_even_dim(p, rest.size())) if p in owned else None}
 
 
+def layers_to_share(model: nn.Module, ranks: int, size: int) -> list[Any]:
+    """The layers of experts of a model that are sharded over `ranks`, for groups of `size` to share.
+
+    Raises:
+        ValueError: what stands against it, in the model and in this torch.
+    """
+    if size < ranks and not shards_over_some():
+        raise ValueError(
+            f"experts={size} of {ranks} ranks needs FSDP that shards weights over some ranks of its mesh, "
+            f"which torch {torch.__version__} lacks (2.13 has it): share over all, experts={ranks}"
+        )
+    names = {module: name for name, module in model.named_modules() if is_layer_of_experts(module)}
+    if not names:
+        raise ValueError(f"experts={size}: {_none_found(model)}")
+    adapted: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    if any(wrapper.get_base_layer() in names for wrapper in adapted):
+        raise ValueError(f"experts={size}: {ADAPTED_PARAMETER}")
+    for layer, name in names.items():
+        _check_layer(layer, name, size)
+        for key, p in layer.named_parameters():
+            if size < ranks and _even_dim(p, ranks // size, size) is None:
+                raise ValueError(
+                    f"experts={size}: FSDP can't cut {name}.{key} of {tuple(p.shape)} over the {ranks // size} ranks "
+                    "that have the same experts: share them by more ranks"
+                )
+    return [*names]
+
+
 def _even_dim(weight: Tensor, ranks: int, parts: int = 1) -> Any:
     """The first dim of a weight, cut into `parts` in dim 0, that `ranks` ranks cut evenly; None: there is none."""
     shape = (weight.shape[0] // parts, *weight.shape[1:])
@@ -223,9 +236,11 @@ class _Divided(torch.autograd.Function):
 
 def check_size(size: Any, ranks: int, offload: Collection[str] = ()) -> None:
     """Raise a TypeError or a ValueError where `size` of `ranks` ranks can't share experts, whatever the model and the
-    machine. offload: what lies on the host."""
+    machine; "auto" can. offload: what lies on the host."""
+    if size == "auto":
+        return
     if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"experts must be how many ranks share one set of experts, an int; got {size!r}")
+        raise TypeError(f"experts must be how many ranks share one set of experts, an int, or 'auto'; got {size!r}")
     if size < 1 or ranks % size:
         raise ValueError(f"experts={size} must divide the {ranks} ranks that weights are sharded over")
     if size > 1 and "weights" in offload:

@@ -23,11 +23,12 @@ from torch.utils.data import DataLoader
 
 import cp_rewrite as cp
 from cp_rewrite.agree import turns
+from cp_rewrite.experts.choose import ExpertRanks
 from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.sharding import Sharding, device_of
 
 from .forward import GlobalForward
-from .parallelize import clip_grad_norm_, watch_encoders, watch_optimizers, watch_steps
+from .parallelize import begin_sharing, clip_grad_norm_, watch_encoders, watch_optimizers, watch_steps
 from .sharded_forward import shard_weights
 from .twin import Twin
 
@@ -158,27 +159,27 @@ def refused_settings(plugin: Any) -> Mapping[str, tuple[Any, str]]:
 
 
 def check_experts(accelerator: Accelerator, experts: Any) -> None:
-    """Raise a TypeError or a ValueError where `experts` of all ranks can't share a set, whatever the model."""
+    """Raise a TypeError or a ValueError where `experts` of all ranks can't share a set, whatever the model; "auto" goes
+    with all."""
     check_size(experts, dist.get_world_size() if dist.is_initialized() else 1)
-    if experts > 1 and not accelerator.is_fsdp2:
+    if experts not in (1, "auto") and not accelerator.is_fsdp2:
         raise ValueError(f"experts={experts} goes with FSDP alone: fsdp=True, fsdp_config={{'version': 2}}")
 
 
 def make_twin(
-    model: nn.Module, sharding: Sharding, accelerator: Accelerator, experts: int
+    model: nn.Module, sharding: Sharding, accelerator: Accelerator, experts: ExpertRanks
 ) -> tuple[Twin | None, SharedExperts | None]:
     """The twin that is traced in the place of a model that the accelerator will shard, None if it will not; and the
-    layers whose `experts` so many ranks will share, None for 1.
+    layers of experts, where ranks will share them.
 
     Raises:
         ValueError: ranks can't share this model's experts.
     """
     if not accelerator.is_fsdp2:
         return None, None
-    shared = None if experts == 1 else SharedExperts(model, _all_ranks(sharding), experts)
-    if shared is not None:
-        shared.begin()
-    return Twin(model, device_of(sharding), _policy(accelerator).param_dtype), shared
+    policy, again = _policy(accelerator), bool(accelerator.state.fsdp_plugin.reshard_after_forward)
+    shared = begin_sharing(model, _all_ranks(sharding), sharding, experts, policy, again)
+    return Twin(model, device_of(sharding), policy.param_dtype), shared
 
 
 def _all_ranks(sharding: Sharding) -> DeviceMesh:

@@ -22,6 +22,7 @@ import cp_rewrite as cp
 from cp_rewrite.batch.marks import batch_number, is_part, known_part, mark_part, mark_token_dim
 from cp_rewrite.batch.tokens import gathered, map_tensors
 from cp_rewrite.entry import Backend
+from cp_rewrite.experts.choose import ExpertRanks
 from cp_rewrite.experts.layers import SharedExperts
 from cp_rewrite.packing import Packing, packing_args
 
@@ -248,14 +249,15 @@ class GlobalForward:
         forward._cp_rewrite_forward = self  # type: ignore[attr-defined]
         self.model.forward = forward
 
-    def adopt(self, sharding: cp.Sharding, switch: Switch, experts: int) -> None:
-        """Serve another trainer of the same model. experts: how many ranks are to share a set there.
+    def adopt(self, sharding: cp.Sharding, switch: Switch, experts: ExpertRanks) -> None:
+        """Serve another trainer of the same model. experts: how many ranks are to share a set there; `auto`: as many as
+        do.
 
         Raises:
             ValueError: as many do not share one since the first trainer.
         """
         was = 1 if self.shared is None else self.shared.size
-        if experts not in (1, was):
+        if experts not in (1, "auto", was):
             raise ValueError(
                 f"experts={experts}: a trainer before had this model with experts={was}; load it once more"
             )

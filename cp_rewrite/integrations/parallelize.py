@@ -43,6 +43,7 @@ from cp_rewrite.batch.stand_in import StandIn
 from cp_rewrite.batch.steps import begun_from
 from cp_rewrite.batch.tokens import map_tensors
 from cp_rewrite.entry import backend
+from cp_rewrite.experts.choose import ExpertRanks, choose
 from cp_rewrite.experts.layers import SharedExperts, check_size
 from cp_rewrite.segments.blocks import find_blocks
 from cp_rewrite.sharding import Sharding, device_of, require_sharding
@@ -220,7 +221,7 @@ def parallelize(
     prefetch: int | None = None,
     replicate: str | Sequence[str] = (),
     offload: Collection[Offload] = (),
-    experts: int = 1,
+    experts: ExpertRanks = 1,
 ) -> nn.Module:
     """Shard a model's weights over a mesh (FSDP2), or copy them (DDP), and make it context-parallel: compiled, proven.
 
@@ -260,7 +261,11 @@ def parallelize(
             (`init_process_group("cpu:gloo,cuda:nccl")`) for norms of gradients.
         experts: how many consecutive ranks of `mesh`, its dims joined, share one set of experts, with FSDP: each has
             some of them, and tokens go to the ranks that own their choices (`docs/guides/experts.md`). A divisor of
-            `mesh.size()` and of each layer's experts.
+            `mesh.size()` and of each layer's experts. `auto`: the cost model chooses, by the sizes of the model, the
+            nodes and the speeds of their links, before any batch tells how many tokens there are: the number that loses
+            least at its worst, in steps of 8,192 tokens a GPU or any more, against what is best for these. Ranks of
+            several nodes share only what does not fit otherwise. It is 1 for models without such layers, and
+            wherever experts can't be shared; the logger `cp_rewrite.experts` says why.
     Returns:
         The model itself, changed in place; with `ddp` the wrapper.
     Raises:
@@ -269,6 +274,8 @@ def parallelize(
     """
     _check(model, mesh, sharding, data_parallel, offload)
     check_size(experts, mesh.size(), offload)
+    if experts == "auto" and (data_parallel == "ddp" or replicate or "weights" in offload):
+        experts = 1
     copies = _copies(mesh, replicate, experts)
     ahead = 0 if prefetch is None else whole_number("prefetch", prefetch)
     turns.on_weights(sharding, {**dict(model.named_parameters()), **dict(model.named_buffers())}, _flat(mesh))
@@ -287,9 +294,7 @@ def parallelize(
         chosen, policy = find_blocks(model) if blocks is None else list(blocks), mp_policy or MixedPrecisionPolicy()
         resharded = _resharded(reshard_after_forward, chosen)
         check_shared_weights(model, chosen)
-        shared = SharedExperts(model, _flat(mesh), experts) if experts > 1 else None
-        if shared is not None:
-            shared.begin()
+        shared = begin_sharing(model, _flat(mesh), sharding, experts, policy, again=bool(resharded))
         twin = Twin(model, device_of(sharding), policy.param_dtype, hooks=True)
         # FSDP averages over all ranks; the ranks of a group have parts of one sum.
         divide_by = mesh.size() / sharding.world_size
@@ -311,6 +316,27 @@ def parallelize(
     # accelerate's `prepare` then leaves it as it is. It would wrap shards in DDP, which fails, and a wrapper once more.
     wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
     return wrapped
+
+
+def begin_sharing(
+    model: nn.Module, mesh: DeviceMesh, sharding: Sharding, experts: ExpertRanks, policy: MixedPrecisionPolicy,
+    again: bool,
+) -> SharedExperts | None:  # fmt: skip
+    """The layers whose experts so many ranks of `mesh`, of one dim, share from now on; None where they share none.
+    policy, again: as of `choose`.
+
+    Raises:
+        ValueError: they can't. RuntimeError: ranks want other numbers.
+    """
+    if experts == 1:
+        return None
+    size = choose(model, mesh, sharding, policy, again) if experts == "auto" else experts
+    turns.on_experts(sharding, size, mesh)
+    if size == 1:
+        return None
+    shared = SharedExperts(model, mesh, size)
+    shared.begin()
+    return shared
 
 
 @torch.no_grad()
@@ -392,7 +418,7 @@ def _flat(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
 
 
-def _copies(mesh: DeviceMesh, replicate: Any, experts: int) -> int:
+def _copies(mesh: DeviceMesh, replicate: Any, experts: ExpertRanks) -> int:
     """How many copies of all weights there are on a mesh; 1: its ranks share one."""
     names, dims = (replicate,) if isinstance(replicate, str) else tuple(replicate), mesh.mesh_dim_names or ()
     if names and ({*names} != {*dims[: len(names)]} or len(names) == len(dims)):
@@ -400,7 +426,7 @@ def _copies(mesh: DeviceMesh, replicate: Any, experts: int) -> int:
             f"replicate must name the first dims of mesh, {dims}, and leave one over which weights are sharded; got "
             f"{replicate!r}"
         )
-    if names and experts > 1:
+    if names and experts != 1:
         raise ValueError(f"experts={experts} that ranks share are on a mesh of their own: leave replicate out")
     return math.prod(mesh.mesh.shape[: len(names)])
 

@@ -18,6 +18,7 @@ from transformers.trainer import Trainer
 
 import cp_rewrite as cp
 from cp_rewrite.batch.notes import WITHOUT_LIGER
+from cp_rewrite.experts.choose import ExpertRanks
 from cp_rewrite.integrations.accelerator import (
     ReplicaAccelerator,
     check_experts,
@@ -46,13 +47,15 @@ class ContextParallelMixin(_Base):
 
     Args:
         sharding: the annotation. Its `tokens` name what the model is called with, `labels` among them.
-        experts: how many consecutive ranks of all share one set of experts, under FSDP (`docs/guides/experts.md`).
+        experts: how many consecutive ranks of all share one set of experts, under FSDP (`docs/guides/experts.md`);
+            `auto` as of `parallelize`.
     Raises:
         TypeError: no Sharding. ValueError: a training argument that would be silently wrong; the message says which.
     """
 
-    def __init__(self, *args: Any, sharding: cp.Sharding, experts: int = 1, **kwargs: Any) -> None:
-        self.sharding, self._switch, self._experts = require_sharding(sharding), Switch(), experts
+    def __init__(self, *args: Any, sharding: cp.Sharding, experts: ExpertRanks = 1, **kwargs: Any) -> None:
+        self.sharding, self._switch = require_sharding(sharding), Switch()
+        self._experts: ExpertRanks = experts
         torch._dynamo.config.optimize_ddp = False  # DDP's bucket borders would cut the graph, and with it the proof
         super().__init__(*args, **kwargs)
 

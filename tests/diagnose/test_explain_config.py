@@ -185,6 +185,19 @@ def test_forecasts_and_recipes_know_experts_that_ranks_share(tmp_path: Path, cap
     fits = f"parallelize(experts=4) with {NEWER_TORCH}: {shared.peak / 2**20:.1f} MiB, fits"
     assert fits in capsys.readouterr().out
     assert main(["memory", *words, "--world-size", "8", "--checkpointed", "--experts", "4"]) == 0
+    capsys.readouterr()
+    assert fit_of(target, experts="auto").share.experts == 4
+    slow = replace(target, speeds=replace(target.speeds, latency=1.0))
+    assert fit_of(slow, experts="auto").share.experts == 1
+    assert fit_of(target, experts="auto", offload=("weights",)).share.experts == 1
+    quick = tmp_path / "quick.json"
+    replace(DEVICES["h100"], latency=1e-9, all_to_all=1e15, device_bytes=BESIDE_TENSORS + (4 << 30)).save(quick)
+    assert main(["memory", *words[:-1], str(quick), "--world-size", "8", "--experts", "auto"]) == 0
+    assert f"weights sharded over 8, experts=4 with {NEWER_TORCH}; fp32 weights" in capsys.readouterr().out
+    assert main(["memory", *words[:-1], str(quick), "--world-size", "8", "--nodes", "4", "--experts", "auto"]) == 0
+    assert f"weights sharded over 8, experts=2 with {NEWER_TORCH}; fp32 weights" in capsys.readouterr().out
+    assert main(["memory", *words, "--world-size", "8", "--experts", "all"]) == 2
+    assert "--experts must be a whole number or auto, got 'all'" in capsys.readouterr().err
     assert main(["recipe", *words, "--gpus", "8"]) == 0
     said = capsys.readouterr().out
     assert "4 ranks share experts" in said

@@ -37,15 +37,19 @@ Recorded = list[tuple[list[float], float, dict[str, Tensor]]]
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A model of `models.RECIPES`; routers are drawn wide, so that choices are no ties, and biases are there."""
+    """A model of `models.RECIPES`; routers are drawn wide, so that choices are no ties, and biases are there.
+    `adapters`: of PEFT's LoRA, beside which all else is frozen."""
     torch.manual_seed(0)
-    recipe = models.RECIPES[name]
-    model = models._from_transformers(dataclasses.replace(recipe, options={**recipe.options, **options}), True)
+    recipe, adapters = models.RECIPES[name], options.pop("adapters", None)
+    model: Any = models._from_transformers(dataclasses.replace(recipe, options={**recipe.options, **options}), True)
     with torch.no_grad():
         for key, p in model.named_parameters():
             if "bias" in key or "gate.weight" in key or "router" in key:
                 p.normal_(0, 0.5)
-    return model
+    if adapters is None:
+        return model
+    peft: Any = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **adapters))
 
 
 def whole(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -125,6 +129,18 @@ def check(
 def test_two_steps_equal_one_process(pool: Pool) -> None:
     """Also that equal blocks are compiled once."""
     assert check(pool, 2, "qwen3_moe", 1, 2) == (4, 3)
+
+
+BESIDE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": ["gate"]}
+
+
+def test_adapters_beside_frozen_experts(pool: Pool) -> None:
+    """As the refusal of those on experts advises: linear layers have some, routers are trained whole."""
+    model = build("qwen3_moe", adapters=BESIDE)
+    trained = {part for name, p in model.named_parameters() if p.requires_grad for part in name.split(".")}
+    assert {"lora_A", "modules_to_save"} <= trained
+    assert "experts" not in trained
+    check(pool, 2, "qwen3_moe", 1, 2, {"adapters": BESIDE})
 
 
 @pytest.mark.slow
@@ -276,6 +292,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "ddp": (qwen3, {"experts": 2, "data_parallel": "ddp"}),
         "offload": (qwen3, {"experts": 2, "offload": ("weights",)}),
         "adapter": (_with_adapter, {"experts": 2}),
+        "adapters of PEFT": (lambda: build("qwen3_moe", adapters={"target_modules": "all-linear"}), {"experts": 2}),
         "forward": (_with_forward, {"experts": 2}),
         "gate": (_with_gate, {"experts": 2}),
     }
@@ -327,6 +344,7 @@ WORDS = {
     "ddp": "experts are FSDP's",
     "offload": "leave 'weights' out of offload",
     "adapter": "lora (4, 2)",
+    "adapters of PEFT": "experts=2: adapters of PEFT on a parameter (target_parameters; target_modules='all-linear'",
     "forward": "a forward of its own",
     "gate": "gives other numbers",
     "norm": "only the layer itself may read them",

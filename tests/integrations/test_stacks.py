@@ -228,13 +228,21 @@ def test_adapters_of_peft_equal_one_process(
 
 @pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="torch 2.11 traces DoRA")
-def test_dora_without_the_pages_lines_is_an_error_that_names_them() -> None:
+@pytest.mark.parametrize(
+    ("name", "adapters", "words"),
+    [
+        ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "integrations.md#dora"),
+        ("qwen3_moe", {"target_modules": "all-linear"}, "modules_to_save=['gate']"),
+    ],
+    ids=["dora", "parameters"],
+)
+def test_adapters_that_can_not_be_traced_are_errors_that_say_what_to_do(
+    name: str, adapters: dict[str, Any], words: str
+) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     torch._dynamo.reset()
-    model: Any = peft.get_peft_model(
-        build_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
-    )
+    model: Any = peft.get_peft_model(build_model(name), peft.LoraConfig(r=2, **adapters))
     sharding = cp.Sharding(2, {"input_ids": 1, "position_ids": 1, "labels": 1}, cp.PositionIds("position_ids"))
     with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
         cp.explain(model.get_base_model(), sharding)(**make_batch([[13, 8]]))
-    assert any("integrations.md#dora" in note for note in raised.value.__notes__)
+    assert any(words in note for note in raised.value.__notes__)

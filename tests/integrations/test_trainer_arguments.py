@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 
 from cp_rewrite.integrations.accelerator import refused_settings
+from cp_rewrite.integrations.forward import forward_of
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
+from tests.experts.test_choose import QUICK
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 
@@ -103,6 +105,26 @@ def other_trainer(mesh: DeviceMesh, folder: Path) -> str:
 def test_experts_are_not_shared_by_a_second_trainer(pair: Pool, tmp_path: Path) -> None:
     for message in pair.run(2, other_trainer, tmp_path):
         assert "experts=2: a trainer before had this model with experts=1" in message
+
+
+def ranks_by_auto(mesh: DeviceMesh, folder: Path) -> list[int | None]:
+    """Ranks that share: of a dense model, with copied weights, and of experts; there of a second trainer too."""
+    found: list[int | None] = []
+    model = build_model("qwen3_moe")
+    for made, options in [(build_model("llama"), FSDP), (build_model("qwen3_moe"), {}), (model, FSDP), (model, FSDP)]:
+        with launched(mesh):
+            args = on_cpu(TrainingArguments(**settings_of(str(folder), **options)))
+            sharding = sharding_of(mesh, speeds=QUICK)
+            accelerator: Any = ContextParallelTrainer(made, args, sharding=sharding, experts="auto").accelerator
+            accelerator.prepared(made)
+        forward = forward_of(made)
+        assert forward is not None
+        found.append(None if forward.shared is None else forward.shared.size)
+    return found
+
+
+def test_auto_shares_experts_where_it_can(pair: Pool, tmp_path: Path) -> None:
+    assert pair.run(2, ranks_by_auto, tmp_path) == [[None, None, 2, 2]] * 2
 
 
 def test_the_first_fsdp_is_refused() -> None:

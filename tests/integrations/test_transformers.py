@@ -18,6 +18,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from cp_rewrite.integrations.transformers import ContextParallelTrainer
 from cp_rewrite.torch_internals import shards_over_some
+from tests.experts.test_choose import QUICK
 from tests.helpers.models import build_model
 from tests.helpers.pool import Pool
 
@@ -58,18 +59,20 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int) -> 
 
 def train(mesh: DeviceMesh | None, folder: Path, options: dict[str, Any], extras: dict[str, Any]) -> Run:
     """Trains, then evaluates. `options` are TrainingArguments, `extras` arguments of the Trainer, and what one process
-    does without: how many ranks share experts."""
+    does without: how many ranks share experts, and by what speeds they choose."""
     with launched(mesh):
         extras = {"train_dataset": packed_rows(8), "eval_dataset": packed_rows(3), **extras}
-        made, resumed, experts = (
-            extras.pop(*which) for which in (("model", "llama"), ("resume", None), ("experts", 1))
+        made, resumed, experts, speeds = (
+            extras.pop(*which) for which in (("model", "llama"), ("resume", None), ("experts", 1), ("speeds", None))
         )
         model = build_model(made, called=False) if isinstance(made, str) else made()
         args = on_cpu(TrainingArguments(**settings_of(str(folder), **options)))
         if mesh is None:
             trainer: Any = Trainer(model, args, **extras)
         else:
-            trainer = ContextParallelTrainer(model, args, sharding=sharding_of(mesh), experts=experts, **extras)
+            trainer = ContextParallelTrainer(
+                model, args, sharding=sharding_of(mesh, speeds=speeds), experts=experts, **extras
+            )
         result = trained(trainer, resumed)
         if "compute_metrics" in extras:
             result.metrics = {name: value for name, value in trainer.evaluate().items() if name in METRICS}
@@ -282,18 +285,21 @@ OF_EXPERTS = {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], "transformer_layer_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "model"),
+    ("options", "model", "experts"),
     [
-        ({"gradient_accumulation_steps": 2}, MOE),
-        ({"gradient_accumulation_steps": 2, **CHECKPOINTED}, MOE),
-        ({"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.0}, MOE),
-        ({"gradient_accumulation_steps": 2}, partial(with_adapters, {}, MOE, ["q_proj"])),
+        ({"gradient_accumulation_steps": 2}, MOE, 2),
+        ({"gradient_accumulation_steps": 2}, MOE, "auto"),
+        ({"gradient_accumulation_steps": 2, **CHECKPOINTED}, MOE, 2),
+        ({"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.0}, MOE, 2),
+        ({"gradient_accumulation_steps": 2}, partial(with_adapters, {}, MOE, ["q_proj"]), 2),
     ],
-    ids=["sgd", "checkpointed", "adam", "adapters beside"],
+    ids=["sgd", "auto", "checkpointed", "adam", "adapters beside"],
 )
-def test_shared_experts_equal_one_process(pair: Pool, tmp_path: Path, options: dict[str, Any], model: Any) -> None:
+def test_shared_experts_equal_one_process(
+    pair: Pool, tmp_path: Path, options: dict[str, Any], model: Any, experts: Any
+) -> None:
     expected = train(None, tmp_path / "one", options, {"model": model})
-    extras = {"model": model, "experts": 2}
+    extras = {"model": model, "experts": experts, "speeds": QUICK}
     for found in pair.run(2, as_rank, tmp_path / "two", {**options, **OF_EXPERTS}, extras):
         compare(expected, found)
 

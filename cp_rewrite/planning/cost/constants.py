@@ -106,6 +106,13 @@ STATE_PASS = 0.08
 """Share of that time that one more pass over a piece takes. 14.1 ms where a rank has half of one document, cut on both
 sides, and 11.5 where no piece is."""
 
+# Experts that ranks share. Measured by `torchrun --nproc-per-node 2 examples/bench/experts.py`.
+
+TRIPS, TRIPS_AGAIN = 4, 2
+"""Trips of rows to the owners of experts, or home: of forward and backward; of a forward that is run again. Counts."""
+CHOICES = 8
+"""Experts that a token has, where a model's config does not tell."""
+
 # Memory and tiles of rows. Measured by `torchrun --nproc-per-node 2 examples/bench/memory.py MODEL:TOKENS:tile`.
 
 BESIDE_TENSORS = 5 << 30

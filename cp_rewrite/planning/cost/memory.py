@@ -79,7 +79,7 @@ class Needs:
             logits, 0 where the model has none. returned: the model returns them beside its loss. whole_logits: no tile
             holds some rows of them. work: multiplications of matrix products outside of layers, per token.
         experts: how many each layer with experts has, or what these numbers have as their greatest common divisor; 0:
-            there are none that ranks can share.
+            there are none that ranks can share. chosen: experts that a token has.
     """
 
     layers: tuple[Layer, ...]
@@ -91,6 +91,7 @@ class Needs:
     whole_logits: bool = False
     work: float = 0.0
     experts: int = 0
+    chosen: int = 0
 
     @property
     def flops(self) -> float:
