@@ -3,9 +3,11 @@
     python examples/bench/compile_time.py                  # a narrow Llama on a CPU, few layers
     python examples/bench/compile_time.py --gpu            # one of width 2048 in bf16 on one GPU, 4 to 64 layers
     python examples/bench/compile_time.py --cases explain parallelize --layers 4 16 32 64 --inner eager --cold-only
+    python examples/bench/compile_time.py --gpu --cases whole --layers 4 --model qwen3_next    # kimi_linear, mamba2
 
 Every line is a process of its own. Cold: its caches are empty. Warm: the same program once more. `rest` is what the
-first step takes besides: its own work, loading of kernels, guards. `miss` and `hit` count graphs (forward and backward
+first step takes besides: its own work, loading of kernels, guards. `kernels` are those of recurrent states, as they are
+compiled, tuned and tried. `miss` and `hit` count graphs (forward and backward
 together) in AOTAutograd's cache, `GiB` is the GPU's peak.
 
 cases    plain        torch.compile of the whole model, no cp_rewrite
@@ -20,6 +22,7 @@ cases    plain        torch.compile of the whole model, no cp_rewrite
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -35,14 +38,15 @@ import torch.distributed as dist
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, KimiLinearConfig, LlamaConfig, Mamba2Config, Qwen3NextConfig
 
 import cp_rewrite as cp
 from cp_rewrite import passes
+from cp_rewrite.ops.states import trial
 from cp_rewrite.segments import compiled
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
-COLUMNS = ("first", "capture", "passes", "AOT", "Inductor", "rest", "second", "step", "miss", "hit", "GiB")
+COLUMNS = ("first", "capture", "passes", "AOT", "Inductor", "kernels", "rest", "second", "step", "miss", "hit", "GiB")
 DEPTHS = {
     "plain": [16],
     "blocks": [16],
@@ -52,6 +56,14 @@ DEPTHS = {
     "apart": [16],
     "explain": [16, 64],
 }
+
+MODELS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "llama": lambda given: LlamaConfig(**given),
+    "qwen3_next": lambda given: Qwen3NextConfig(**given, mlp_only_layers=[*range(given["num_hidden_layers"])]),
+    "kimi_linear": lambda given: KimiLinearConfig(**given, mlp_layer_types=["dense"] * given["num_hidden_layers"]),
+    "mamba2": lambda given: Mamba2Config(**given, num_heads=given["hidden_size"] // 32, head_dim=64),
+}
+"""Configs of hybrids have the widths of recurrent layers that transformers gives them."""
 
 
 def main() -> None:
@@ -75,6 +87,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=DEPTHS, default=["plain", "blocks", "whole", "parallelize"])
     parser.add_argument("--layers", type=int, nargs="+", help="depths of every case; else its own, 4 on a CPU")
     parser.add_argument("--tokens", type=int, help="of a packed row; 8192 on a GPU, else 256")
+    parser.add_argument(
+        "--model", choices=MODELS, default="llama", help="one of its layers as it comes, all MLPs dense"
+    )
     parser.add_argument("--attention", default="sdpa", help="sdpa | eager (written out)")
     parser.add_argument(
         "--inner", default="inductor", help="inductor | aot_eager | eager: what compiles the rewritten graph"
@@ -89,8 +104,17 @@ def parse_args() -> argparse.Namespace:
 def in_process(case: str, layers: int, folder: str, args: argparse.Namespace) -> dict[str, float] | str:
     """Seconds that a process of its own measures, by name, or the last line of its error."""
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+    caches["TILELANG_CACHE_DIR"] = f"{folder}/tilelang"
     command = [sys.executable, __file__, "--child", "--cases", case, "--layers", str(layers), "--inner", args.inner]
-    command += ["--tokens", str(args.tokens), "--attention", args.attention, *(["--gpu"] if args.gpu else [])]
+    command += [
+        "--tokens",
+        str(args.tokens),
+        "--attention",
+        args.attention,
+        "--model",
+        args.model,
+        *(["--gpu"] if args.gpu else []),
+    ]
     run = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
     lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines() or [f"exit {run.returncode}"]
     return json.loads(lines[-1]) if run.returncode == 0 else f"   {lines[-1][:120]}"
@@ -116,20 +140,16 @@ def measure(case: str, layers: int, args: argparse.Namespace) -> dict[str, float
 def make_model(layers: int, args: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     width = 2048 if args.gpu else 64
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=max(4, width // 128),
-        num_key_value_heads=max(2, width // 512),
-        max_position_embeddings=args.tokens,
-        use_cache=False,
-        attn_implementation=args.attention,
-    )
+    heads = max(4, width // 128)
+    given = {
+        "vocab_size": 320, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": max(2, width // 512), "use_cache": False,
+        "max_position_embeddings": args.tokens, "attn_implementation": args.attention,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
     dtype = torch.bfloat16 if args.gpu else torch.float32
     with torch.device("cuda" if args.gpu else "cpu"):
-        return LlamaForCausalLM(config).to(dtype)
+        return AutoModelForCausalLM.from_config(MODELS[args.model](given)).to(dtype)
 
 
 def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Callable[[int], Any]:
@@ -154,9 +174,11 @@ def prepare(case: str, model: Any, device: str, args: argparse.Namespace) -> Cal
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.gpu else None
         run = cp.parallelize(model, sharding.mesh, sharding, mp_policy=half)
 
+    taken = {*inspect.signature(model.forward).parameters, "shift_labels"}
+
     def step(i: int) -> None:
         with sharding.shard(batches[i], shift_labels=True) as local:
-            loss = run(**local).loss
+            loss = run(**{name: local[name] for name in local if name in taken}).loss
         loss.backward()
         if case in ("whole", "uncut"):
             cp.sum_gradients(model.parameters(), sharding)
@@ -199,6 +221,15 @@ def timed_passes() -> None:
         return state
 
     passes.run_passes = run_passes
+    agree = trial._agree
+
+    def timed_trial(*facts: Any) -> bool:
+        start = time.perf_counter()
+        right = agree(*facts)
+        compilation_time_metrics.setdefault("kernels", []).append(time.perf_counter() - start)
+        return right
+
+    trial._agree = timed_trial
 
 
 def parts(first: float) -> dict[str, float]:
@@ -214,6 +245,7 @@ def parts(first: float) -> dict[str, float]:
     capture = spent("_compile.compile_inner") - spent("OutputGraph.call_user_compiler")
     cache = counters["aot_autograd"]
     found = {"capture": capture, "passes": spent("passes"), "AOT": max(aot - inductor, 0.0), "Inductor": inductor}
+    found["kernels"] = spent("kernels")
     return {
         **found, "rest": first - sum(found.values()),
         "GiB": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else 0.0,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cp_rewrite.documents import Documents
 from cp_rewrite.kernels.states.select import kernels_for, verdict_of
+from cp_rewrite.kernels.states.side_by_side import compile_side_by_side
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 from cp_rewrite.planning.plan_input import STATES, States
@@ -59,7 +60,7 @@ def _agree(
             return True
         print(
             f"cp_rewrite: kernels of {kind} ({kernels}) are tuned and tried on this {gpu}, once for each shape; "
-            "compiling them takes minutes",
+            "compiling them takes a minute or more",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         # What a compiled graph rules out of dispatch holds in its own thread. Another one begins on the first GPU.
@@ -97,7 +98,10 @@ def _errors(
 ) -> list[float]:
     """Relative norms of differences of results, states that enter, and all gradients. What moves a state is not
     compared: kernels give none of first pieces, which nothing enters."""
-    _by_kernels(kernels, kind, how, *_problem(kind, how, dtypes, shapes, device, _TUNED_ROWS))
+    facts = kernels, kind, how, dtypes, shapes, device
+    if device.type == "cuda":
+        compile_side_by_side(f"{__name__}:{run_tuned.__name__}", *facts)
+    run_tuned(*facts)
     inputs, tables, dout = _problem(kind, how, dtypes, shapes, device, _ROWS)
     found = _by_kernels(kernels, kind, how, inputs, tables, dout)
     wide, given = [x.float() for x in inputs], [how.scale, how.l2norm]
@@ -106,6 +110,15 @@ def _errors(
     pairs = zip(found, [*expected[:2], *back], strict=True)
     errors = [float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs]
     return [error if error == error else float("inf") for error in errors]
+
+
+def run_tuned(
+    kernels: str, kind: str, how: Options, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any
+) -> None:
+    """Launch all kernels, those for few sequences and those for many, on tokens for which Triton tunes them."""
+    _work_on(device)
+    for documents in (2, 64):
+        _by_kernels(kernels, kind, how, *_problem(kind, how, dtypes, shapes, device, _TUNED_ROWS, documents))
 
 
 def _by_kernels(
@@ -117,13 +130,17 @@ def _by_kernels(
 
 
 def _problem(
-    kind: str, how: Options, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, rows: int
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Inputs, tables and a gradient of the result, of a row in three pieces, last piece first."""
+    kind: str, how: Options, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]], device: Any, rows: int,
+    documents: int = 2,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
+    """Inputs, tables and a gradient of the result, of a row of documents, the first one a short one, in three pieces,
+    last piece first."""
     inputs = _draw(kind, how, dtypes, shapes, device, rows)
     first, second = rows // 3, 3 * rows // 4 + 5
     order = TokenOrder(rows, (np.array([[second, rows], [first, second], [0, first]]),))
-    plan = BatchPlan((Documents.from_lengths([rows // 10, rows - rows // 10]),), (order,), 1)
+    short, others = rows // (5 * documents), documents - 1
+    lengths = [short, *(len(part) for part in np.array_split(np.empty(rows - short), others))]
+    plan = BatchPlan((Documents.from_lengths(lengths),), (order,), 1)
     arrays = state_tables(plan, States(resets=True), 0)
     tables = [torch.from_numpy(arrays[x.name]).to("cpu" if x.on_host else device) for x in STATES]
     shape = fake_out(kind, *inputs).shape
