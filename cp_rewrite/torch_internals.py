@@ -117,18 +117,22 @@ def is_traced() -> bool:
 
 
 def compiled_by(module: str) -> bool:
-    """Whether what Dynamo traces now goes to a backend that is defined in a module, or below it."""
+    """True if what Dynamo traces now goes to a backend that is defined in a module, or below it."""
     try:
         backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
         return False
-    while (name := next((name for name in _WRAPPED if name in getattr(backend, "__dict__", ())), None)) is not None:
-        backend = vars(backend)[name]
+    while True:
+        holder = getattr(getattr(backend, "__self__", backend), "__dict__", {})  # a method's object: DDPOptimizer
+        name = next((name for name in _WRAPPED if name in holder), None)
+        if name is None:
+            break
+        backend = holder[name]
     home: str = getattr(backend, "__module__", None) or type(backend).__module__
     return home == module or home.startswith(f"{module}.")
 
 
-_WRAPPED = ("compiler_fn", "_torchdynamo_orig_backend", "inner_fn", "func")
+_WRAPPED = ("compiler_fn", "_torchdynamo_orig_backend", "inner_fn", "func", "backend_compile_fn")
 """Where wrappers of torch around a backend keep it."""
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -395,6 +396,30 @@ def test_compiled_around() -> None:
     torch.compile(look, backend="eager")(torch.ones(1))
     look(torch.ones(1))
     assert seen == [True, False]
+
+
+_OWNERS: list[tuple[bool, bool]] = []
+
+
+def _note_owner(_: Any) -> None:
+    """Called by Dynamo, which allows no closure."""
+    _OWNERS.append((ours.compiled_by("torch"), ours.compiled_by(__name__)))
+
+
+@canary("where DDPOptimizer keeps the backend that it is put around", "torch_internals.compiled_by")
+def test_a_backend_is_known_below_what_torch_puts_around_it() -> None:
+    def own(gm: fx.GraphModule, _: list[Any]) -> Any:
+        return gm.forward
+
+    def look(x: Tensor) -> Tensor:
+        ours.comptime(_note_owner)
+        return x + 1
+
+    _OWNERS.clear()
+    for backend in (own, DDPOptimizer(1 << 20, own).compile_fn, "eager"):
+        torch._dynamo.reset()
+        torch.compile(look, backend=backend, fullgraph=True)(torch.ones(1))
+    assert _OWNERS == [(False, True), (False, True), (True, False)]
 
 
 @canary("comptime", "torch_internals.trace_transformers")

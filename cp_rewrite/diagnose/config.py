@@ -52,7 +52,7 @@ class Fit:
         shared = f", experts={together}{f' with {NEWER_TORCH}' * (together < ranks)}" if together > 1 else ""
         lines = [
             f"{self.target.rows} tokens a GPU, {self.target.world_size} ranks share a row, weights sharded over "
-            f"{ranks}{shared}; fp32 weights and AdamW, activations in bf16",
+            f"{ranks}{shared}; fp32 weights and AdamW, activations in bf16, gradients of an earlier micro-batch",
             *(f"{name:12} {amount(size, self.memory.peak):>12}" for name, size in self.memory.parts.items()),
             f"{'peak':12} {amount(self.memory.peak):>12} of {amount(self.target.room)}: "
             + self.target.verdict(self.memory.peak),
@@ -133,7 +133,7 @@ def _chosen(target: Target, needs: Needs, share: Share) -> int:
     return choose_ranks(mixture, machine, sizes, share.rows, fits)
 
 
-RULE = "chosen: the fewest options with which a step fits where all GPUs share a row, then the fewest GPUs that can"
+RULE = "chosen: the fewest options by which a step fits where all GPUs share a row, then the fewest GPUs that fit one"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Recipe:
             [
                 f"mesh (dp, cp) = ({groups}, {self.ranks}): {shared} a row of {self.tokens:,} tokens; "
                 + (", ".join(done) or "nothing else needed"),
-                f"{RULE}{'; one option more may let fewer share it' * (self.ranks > 1)}",
+                f"{RULE}{'; one option more may let fewer' * (self.ranks > 1)}",
                 f"peak {amount(self.memory.peak)} of {amount(self.target.room)} a GPU: "
                 f"{self.target.verdict(self.memory.peak)}; one batch a step",
                 f"about {speed:,.0f} tokens/s of all {self.gpus} GPUs, if only matrix products and attention took time",

@@ -146,7 +146,7 @@ def test_a_recipe_takes_the_fewest_options_before_the_fewest_ranks(tmp_path: Pat
     assert main(["recipe", str(tmp_path), "--gpus", "4", "--tokens", str(tokens), "--gpu", small]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"mesh (dp, cp) = (1, 4): 4 GPUs share a row of {tokens:,} tokens; nothing else needed\n")
-    assert f"{RULE}; one option more may let fewer share it" in said
+    assert f"{RULE}; one option more may let fewer\n" in said
     assert f"fits, {(room - least) / 2**30:.1f} GiB left" in said
     assert "mesh of its own" not in said  # it is the same
     replace(DEVICES["h200"], device_bytes=BESIDE_TENSORS + room + 1).save(small)

@@ -94,7 +94,7 @@ def forecast(name: str, way: str) -> int:
     ("name", "way"),
     [
         (name, way)
-        for name in ("llama", "gpt2", "gpt_neox", "qwen3_moe", "gemma2", "mixtral", "phi3", "olmo2")
+        for name in ("llama", "gpt2", "gpt_neox", "qwen2", "qwen3_moe", "gemma2", "granite", "mixtral", "phi3", "olmo2")
         for way in ("plain", "wrapped", "tile+checkpointed", "tile+checkpointed+wrapped")
         if name != "gpt_neox" or "tile" in way  # of the others torch's Inductor writes C++ that does not compile
     ],

@@ -95,6 +95,44 @@ def other_rows(mesh: DeviceMesh) -> str:
         return ""
 
 
+def by_lightning(mesh: DeviceMesh | None) -> Trained:
+    """As docs/reference/integrations.md has it, with DDP; without a mesh on one process."""
+    import lightning  # type: ignore[import-not-found]  # installed by no extra
+
+    class Module(lightning.LightningModule):  # pyright: ignore[reportUntypedBaseClass, reportUnknownMemberType]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses, self.sharding = build_model("llama"), list[float](), sharding_of(mesh or 1)
+
+        def configure_model(self) -> None:
+            if mesh is not None:
+                torch._dynamo.config.optimize_ddp = False
+                self.model.compile(backend=cp.backend(self.sharding), fullgraph=True)
+
+        def training_step(self, rows: Any) -> Tensor:
+            if mesh is None:
+                loss = self.model(**make_batch(rows)).loss
+                self.losses.append(loss.item())
+                return loss
+            with self.sharding.shard(make_batch(rows), shift_labels=True) as local:
+                loss = self.model(**local).loss
+            self.losses.append(self.sharding.whole(loss).item())
+            return loss * self.sharding.world_size  # of whose gradients DDP takes the mean
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.model.parameters(), lr=0.1)  # which sees how large gradients are
+
+    with launched(mesh):
+        module: Any = Module()
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        ways: dict[str, Any] = {"strategy": "ddp", "devices": mesh.size()} if mesh is not None else {"devices": 1}
+        trainer = lightning.Trainer(  # pyright: ignore[reportUnknownMemberType]
+            accelerator="cpu", max_epochs=1, use_distributed_sampler=False, **quiet, **ways
+        )
+        trainer.fit(module, torch.utils.data.DataLoader([*ROWS], batch_size=None))  # type: ignore[arg-type]
+        return module.losses, [], weights(module.model)
+
+
 def wide() -> nn.Module:
     """A model of whose weights half a matrix is not too small to be kept in eight bits."""
     torch.manual_seed(0)
@@ -126,6 +164,16 @@ def test_a_loop_of_accelerate_equals_one_process(pair: Pool, kind: str, prepared
 @pytest.mark.slow
 def test_rows_that_accelerate_dealt_out_are_an_error(pair: Pool) -> None:
     assert all("rank" in said for said in pair.run(2, other_rows))
+
+
+@pytest.mark.slow
+def test_lightning_equals_one_process(pair: Pool) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    losses, _, expected = by_lightning(None)
+    for found in pair.run(2, by_lightning):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[2][name], weight, rtol=1e-3, atol=1e-4)
 
 
 class Muon(torch.optim.Muon):
