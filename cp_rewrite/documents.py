@@ -1,6 +1,9 @@
-"""The documents of one packed row, read on the host from what the batch carries.
+"""The documents of one packed row, read on the host from what the batch carries, with the spans and trees inside of
+them.
 
-Trees of runs of tokens that share what stands before them: one prompt, many completions.
+    Nodes        trees of runs of tokens that share what stands before them: one prompt, many completions
+    SpanRuns     runs of tokens that see each other in both directions
+    Documents    the documents, by lengths, offsets, positions, ids, a padding mask, or their first or last tokens
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The annotation: which arguments carry tokens, how rows are packed, and how attention over them is shared out.
+"""The annotation, `Sharding`: which arguments carry tokens, how rows are packed, and how attention over them is shared
+out.
 
-Arguments of an annotation: their choices by name, and checks.
+Its choices by name and the checks of its arguments (`check_choices`, `checked_masks`, `check_mesh`) stand before it;
+behind it the device and the group that an annotation means.
 """
 
 from __future__ import annotations

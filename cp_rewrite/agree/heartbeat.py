@@ -15,21 +15,10 @@ compared something: ranks that did not do the same wait for each other. What is 
 process whose main thread then stands still for `GRACE_S`, as in a collective that waits for the other rank, is ended
 with code 1. One that waits in Python's own library (a queue, a lock, another process) waits for no rank, and lives on.
 
-Where the main thread is, as another thread sees it: the line of the user's program, and whether it stands still.
-
-`faulthandler` reads the frames. `sys._current_frames()` and `f_back` make an object for each frame, and Dynamo, which
-runs the main thread's frames by itself on Python 3.11, then crashes the process.
-
-A rank's history since all ranks last compared something: calls of the model, their backwards, and the thing that began
-the next comparison.
-
-    c7.1        call 1 since the batch of turn 7 was cut begins, of a model whose weights are gathered first
-    c7.1.3      it runs graph 3
-    b7.1        its backward
-    gradients   the turn's end: this rank calls cp.sum_gradients
-
-Each heartbeat carries its rank's. Of two ranks in step one's history begins with the other's, however late that is.
-Where they part, the ranks wait for each other in different collectives, or compute different things.
+    MainThread, Stillness        where the main thread is, as another thread sees it, and for how long it stands still
+    History, histories_apart     what this rank did since all ranks last compared something; how two ranks' parted
+    watch, in_batch, Heartbeat   the thread, and what it knows of the others
+    end_of, place_of, apart      what another rank says of itself, read from the store
 """
 
 from __future__ import annotations
@@ -73,7 +62,11 @@ Frames = tuple[tuple[str, int], ...]
 
 
 class MainThread:
-    """Reads the main thread's frames, the 100 innermost at most."""
+    """Reads the main thread's frames, the 100 innermost at most.
+
+    `faulthandler` reads them. `sys._current_frames()` and `f_back` make an object for each frame, and Dynamo, which
+    runs the main thread's frames by itself on Python 3.11, then crashes the process.
+    """
 
     def __init__(self) -> None:
         self._file: Any = (
@@ -153,8 +146,18 @@ _ERROR = "error"
 
 @dataclass
 class History:
-    """One rank's: turns of comparing that it began, the turn of its last batch and calls since then, what it did in the
-    turn before and in this one."""
+    """One rank's history since all ranks last compared something: calls of the model, their backwards, and the thing
+    that began the next comparison. Kept are the turns of comparing that it began, the turn of its last batch and calls
+    since then, what it did in the turn before and in this one.
+
+        c7.1        call 1 since the batch of turn 7 was cut begins, of a model whose weights are gathered first
+        c7.1.3      it runs graph 3
+        b7.1        its backward
+        gradients   the turn's end: this rank calls cp.sum_gradients
+
+    Each heartbeat carries its rank's. Of two ranks in step one's history begins with the other's, however late that is.
+    Where they part, the ranks wait for each other in different collectives, or compute different things.
+    """
 
     turn: int = 0
     batch: int = 0

@@ -1,19 +1,18 @@
-"""All ranks must hold the same graph and the same batch: a difference raises on every rank instead of hanging.
+"""Comparisons over all ranks of what must be equal on them, as graphs and batches: a difference raises on every rank
+instead of hanging.
 
-A batch costs four round trips to the store, beside kernels of earlier batches
-that still run: 0.5 ms for 2 processes and 0.7 ms for 4 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms
-per tensor on the host, of which a sample is hashed. A file store polls every 10 ms.
-
-Texts that must be equal on all ranks, compared turn by turn: a difference raises on every rank instead of hanging.
-
-Ranks compare through the group's store: from host to host, with no collective, and nothing waits for a GPU. Turns of
-all kinds (`graph`, `batch`, …) are counted together: a rank that skips one comes to the next with another kind than the
-others, and all raise. So they do where ranks did not do the same since the turn before (`heartbeat.py`).
+Texts are compared turn by turn (`compare`) through the group's store: from host to host, with no collective, and
+nothing waits for a GPU. Turns of all kinds (`graph`, `batch`, …) are counted together: a rank that skips one comes to
+the next with another kind than the others, and all raise. So they do where ranks did not do the same since the turn
+before (`heartbeat.py`).
 
     …/7/hash/0, 1, …     of each rank's text of turn 7 kind and digest, what it did since turn 6, a note: read by all
     …/7/text/0, 1, …     the texts themselves, only if digests differ
 
 A rank that is not there for `PATIENCE_S` is named on stderr, with the line that it is at.
+
+`on_graph`, `on_batch` and the like say what is compared. A tensor's text is its dtype, its shape and the hash of a
+sample (`fingerprint`).
 """
 
 from __future__ import annotations
@@ -256,6 +255,10 @@ def version_of(package: str) -> str | None:
 
 def on_batch(sharding: Sharding, plan: BatchPlan, batch: Mapping[str, Any], note: str = "") -> list[str]:
     """Compare who owns which tokens of a batch, its documents, and a sample of its values that are on the host.
+
+    It costs four round trips to the store, beside kernels of earlier batches that still run: 0.5 ms for 2 processes and
+    0.7 ms for 4 on 2 CPU cores over TCP (`examples/bench/agree.py`), and 0.02 ms per tensor on the host, of which a
+    sample is hashed. A file store polls every 10 ms.
 
     Returns: the notes of all ranks, which need not be equal. Raises as `on_graph`; `check_batches` may be off.
     """

@@ -1,13 +1,8 @@
 """The plan of a batch, as tensors that graphs read, and which one is active: that of the batch whose block is open.
 
-Which attention plans are made for: that of graphs that all ranks of a group have compiled and compared.
-
-    first batch      planned for what the annotation names, else for usual sizes
-    its model call   compiled; all ranks have found their graphs alike, and note how attention runs there
-    later batches    planned for that
-
-All ranks must plan a batch for the same attention: it is read in the thread that trains, at places of the loop, however
-far ahead a batch is planned.
+note_sites, site_now     the attention that plans are made for
+ActivePlan, arrays_of    a batch's plan on one rank, and its tensors
+active_plan, activate    the plan of the batch whose block is open, or was last
 """
 
 from __future__ import annotations
@@ -76,9 +71,15 @@ def note_sites(sharding: Sharding, site: SiteKind, columns: int) -> None:
 
 
 def site_now(sharding: Sharding) -> SiteKind | None:
-    """The attention that a batch is planned for, if its plan is asked for now by the thread that trains. None: unknown.
+    """The attention that a batch is planned for, if its plan is asked for now by the thread that trains: that of graphs
+    that all ranks of the group have compiled and compared. None: unknown.
 
-    The ranks of a plain world size compare no graphs.
+        first batch      planned for what the annotation names, else for usual sizes
+        its model call   compiled; all ranks have found their graphs alike, and note how attention runs there
+        later batches    planned for that
+
+    All ranks must plan a batch for the same attention: it is read in the thread that trains, at places of the loop,
+    however far ahead a batch is planned. The ranks of a plain world size compare no graphs.
     """
     if isinstance(sharding.mesh, int):
         return None

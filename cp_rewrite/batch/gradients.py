@@ -1,7 +1,4 @@
-"""Parameter gradients over a context-parallel group.
-
-Sums and means over all tokens of a global batch, from what each rank has.
-"""
+"""Sums over the ranks of what each has of a global batch: of losses and other values, then of parameter gradients."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Facts stored as attributes of tensors, for their values don't tell them.
+"""Facts about tensors that their values don't tell: the dims of their tokens, the batch they are of, if they are parts
+of sums, if they were written since.
 
-A batch that was planned ahead of time is, where it is cut, the one that was planned: nobody filled its tensors anew.
-
-thread    takes batch 1: version 0, plan 1     takes batch 2: the same tensors, version 1
-main                                                                                         cuts 1: version 1, raises
+`mark_…` and `number_tokens` store them as attributes of the tensor; `marks_of` are taken of a batch as it is now, for
+`check_unchanged`.
 """
 
 from __future__ import annotations
@@ -83,7 +82,12 @@ def marks_of(batch: Mapping[str, Any]) -> Marks:
 
 
 def check_unchanged(batch: Mapping[str, Any], marks: Marks) -> None:
-    """Raise a RuntimeError where tensors are not as they were when the marks were taken."""
+    """Raise a RuntimeError where tensors are not as they were when the marks were taken: a batch that was planned ahead
+    of time is, where it is cut, the one that was planned.
+
+        thread    takes batch 1: version 0, plan 1     takes batch 2: the same tensors, version 1
+        main                                                                           cuts 1: version 1, raises
+    """
     if changed := [name for name, mark in marks_of(batch).items() if name in marks and marks[name] != mark]:
         raise RuntimeError(
             f"{', '.join(changed)}: written to after this batch was taken from the loader and planned, so its plan is "

@@ -1,20 +1,14 @@
 """The masks among a batch's arguments: compared with its documents, and replaced by what stands in for them.
 
-A tensor stands in for a mask on a rank. No rank reads it: the plan says what it says.
+    batch["mask"]   (B, 1, T, T)        compared with the documents, on each batch
+    local["mask"]   (B, 1, T_l, T_l)    one value, expanded: NaN, or False, so that whoever reads it after all shows
 
-batch["mask"]   (B, 1, T, T)        compared with the documents, on each batch
-local["mask"]   (B, 1, T_l, T_l)    one value, expanded: NaN, or False, so that whoever reads it after all shows
+No rank reads what stands in: the plan says what the mask says.
 
-Compare what a mask says of pairs of tokens with what a PackedMask says of them.
-
-Compare a BlockMask of a global batch with its documents.
-
-Its lists say in which blocks of queries and keys its function decides, and which are seen whole. They are compared in
-full on each batch, by whole blocks. The function is run on pairs: on each batch those in which two packings, windows
-or directions differ, with a sample of others; the first time, and always with `verify="every_step"`, on many or all.
-
-    each query with     itself, both its neighbours, its document's first and last token, the tokens before and behind
-                        these, the window's ends and the tokens beyond, and as many at random
+    MaskArgument, stand_in, block_stand_in    the meaning of a mask, and what stands in for it on a rank
+    differing, first_difference               a tensor, compared in pairs of tokens with what a PackedMask says of them
+    first_difference_of_blocks                a BlockMask, compared so
+    replace_masks                             both, for all masks of a batch
 """
 
 from __future__ import annotations
@@ -189,7 +183,16 @@ _AT_ONCE = 1 << 20
 def first_difference_of_blocks(
     given: BlockMask, rows: Sequence[Documents], mask: PackedMask, pairs: str
 ) -> tuple[Place, bool] | None:
-    """(the first pair that is found to be seen otherwise than `mask` says, whether it is seen); None: none is.
+    """(the first pair that is found to be seen otherwise than `mask` says, whether it is seen) of a BlockMask of a
+    global batch; None: none is.
+
+    Its lists say in which blocks of queries and keys its function decides, and which are seen whole. They are compared
+    in full on each batch, by whole blocks. The function is run on pairs: on each batch those in which two packings,
+    windows or directions differ, with a sample of others; the first time, and always with `verify="every_step"`, on
+    many or all.
+
+    each query with     itself, both its neighbours, its document's first and last token, the tokens before and behind
+                        these, the window's ends and the tokens beyond, and as many at random
 
     Args:
         pairs: `sampled`, `many` or `all`.

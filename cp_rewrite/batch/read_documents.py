@@ -1,6 +1,8 @@
-"""The documents of a batch, read on the host from its packing argument or from lengths.
+"""The shape of a batch and its documents, read on the host: these from its packing argument or from lengths.
 
-The shape that all token arguments of a batch share.
+shape_of           the shape that all token arguments share
+documents_of       the documents of each row
+unnamed_tokens     arguments that look like tokens, and that the annotation does not name
 """
 
 from __future__ import annotations

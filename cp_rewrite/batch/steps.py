@@ -1,17 +1,13 @@
-"""A backward is watched once `sum_gradients` was called: it must not add to gradients that are summed already, and
-between its end and the sum they may only be scaled, by the same factor on all ranks.
+"""Watches over training steps: backwards that add to gradients which are summed already, and ranks that scale
+gradients, or hold weights, otherwise than others. They raise or warn.
 
-    forward ─ backward begins: are there summed gradients? ─ ends: sample them ─ sum: compare with the sample, mark
+    add, due, compare       numbers of a step, compared over the ranks with a later batch, in the message that is sent
+                            anyway
+    watch_backward, …,      backwards once `sum_gradients` was called, and gradients between a backward and their sum
+    mark_summed
+    WeightWatch             weights, buffers and random numbers in the calls of one graph
 
-Numbers of a step that are compared over the ranks with a later batch, in the message that is sent anyway.
-
-Nothing waits for a GPU: numbers are copied to the host beside the step, and read `_lag` batches later.
-
-Weights and buffers are the same on all ranks: compared at a graph's first call, a sample of them at each later one.
-
-What drives all weights of a rank apart shows there one batch later: a sum of gradients that was forgotten, a step that
-one rank skips, a rate or a checkpoint that one rank alone has. A batch looks at `_AT_ONCE` weights and buffers, by
-turns: what drives one of n apart shows within n / `_AT_ONCE` batches.
+Nothing waits for a GPU: numbers are copied to the host beside the step, and read one batch later, of a GPU two.
 """
 
 from __future__ import annotations
@@ -113,7 +109,12 @@ _LIMIT = 2e-3
 
 @dataclass
 class Backwards:
-    """The last backward of one group, as far as it is known."""
+    """The last backward of one group, as far as it is known. It is watched once `sum_gradients` was called: it must not
+    add to gradients that are summed already, and between its end and the sum they may only be scaled, by the same
+    factor on all ranks.
+
+        forward ─ backward begins: are there summed gradients? ─ ends: sample them ─ sum: compare with the sample, mark
+    """
 
     count: int = 0
     sampled: list[tuple[weakref.ref[nn.Parameter], int, int]] = field(default_factory=list[Any])
@@ -306,7 +307,12 @@ _told: set[str] = set()
 
 
 class WeightWatch:
-    """Looks at weights, buffers and random numbers in the calls of one graph.
+    """Looks at weights, buffers and random numbers in the calls of one graph. Weights and buffers are the same on all
+    ranks: compared at the first call, a sample of them at each later one.
+
+    What drives all weights of a rank apart shows there one batch later: a sum of gradients that was forgotten, a step
+    that one rank skips, a rate or a checkpoint that one rank alone has. A batch looks at `_WEIGHTS_AT_ONCE` weights and
+    buffers, by turns: what drives one of n apart shows within n / `_WEIGHTS_AT_ONCE` batches.
 
     Args:
         places: names of weights and buffers -> their places among a call's arguments.

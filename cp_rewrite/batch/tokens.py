@@ -1,6 +1,7 @@
-"""Results of all ranks, put together in the order of the global row.
+"""Tokens of a tensor, cut to what one rank owns, and joined again from all ranks' parts in the order of the global row.
 
-Tokens of a tensor, cut to what one rank owns, and joined again from all ranks' parts.
+`cut_tokens` and `join_tokens` are of plain tensors, `unshard` of a rank's, with a gradient; `gathered` joins an output
+of a compiled model by what the proof noted of it.
 """
 
 from __future__ import annotations

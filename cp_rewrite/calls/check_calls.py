@@ -1,15 +1,8 @@
-"""Checks of each call of a rewritten graph before it runs, and marks of its results.
+"""Checks of a rewritten graph's calls before it runs, and marks of its results.
 
-What calls bring beside tokens, weights, buffers and other arguments, must be the same on all ranks. What `shard` hands
-over was compared there. What a caller makes himself, `(local["y"] > 5).float()` for an argument that `tokens` does not
-name, is this rank's own, and the graph takes it for everyone's.
-
-Rotary embeddings whose factor is chosen by length, in models whose blocks are compiled one by one.
-
-    the whole row    max(position_ids) of all tokens        long factor on every rank
-    outside          max(position_ids) of a rank's tokens   long on the rank with the row's end, short on the others
-
-`position_embeddings` are made outside of the blocks, where nothing is proven: a block is judged by its model's config.
+check_rope       models that are refused while a block is compiled, for their rotary embeddings
+CallChecks       arguments are the batch's, and the graph is right for the batch; what is known of results
+AgreedInputs     all that must be the same on all ranks
 """
 
 from __future__ import annotations
@@ -46,7 +39,15 @@ from cp_rewrite.sharding import Sharding
 
 
 def check_rope(sharding: Sharding) -> None:
-    """Raise RewriteRefused where the block that is compiled now is of a model that chooses so."""
+    """Raise RewriteRefused where the block that is compiled now is of a model whose rotary embeddings have a factor
+    that is chosen by length.
+
+        the whole row    max(position_ids) of all tokens        long factor on every rank
+        outside          max(position_ids) of a rank's tokens   long on the rank with the row's end, short on the others
+
+    In models whose blocks are compiled one by one `position_embeddings` are made outside of the blocks, where nothing
+    is proven: a block is judged by its model's config.
+    """
     values = frame_values() if sharding.block_tokens else []
     for module in (part for value in values if isinstance(value, nn.Module) for part in value.modules()):
         for rope_type in _types(module):
@@ -193,6 +194,10 @@ def _moved_arguments(state: State) -> set[str]:
 
 class AgreedInputs:
     """Checks of one rewritten graph's inputs. Its first call compares everything, later ones what `shard` has not.
+
+    What calls bring beside tokens, weights, buffers and other arguments, must be the same on all ranks. What `shard`
+    hands over was compared there. What a caller makes himself, `(local["y"] > 5).float()` for an argument that `tokens`
+    does not name, is this rank's own, and the graph takes it for everyone's.
 
     `weights`: names of weights and buffers -> their places among a call's arguments.
     """

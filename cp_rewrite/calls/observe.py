@@ -1,21 +1,11 @@
-"""Signs of a compile and a run: counters, trace artifacts, NVTX ranges; and what compile caches key on.
+"""Signs of a compile and a run: counters, trace artifacts, NVTX ranges, progress on stderr; and what compile caches key
+on.
 
-TORCH_LOGS="+cp_rewrite"                    each pass with its time and op-count difference (DEBUG)
-torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, exchanges, segments
-TORCH_TRACE=folder                          tlparse shows the artifacts cp_rewrite_before, _after, _refused
-nsys profile -t nvtx,cuda                   ranges cp_rewrite::exchange, ::attention, forward and backward
-
-The first step speaks: what a compile is at, on stderr of rank 0.
-
-cp_rewrite: capture 14.2 s
-cp_rewrite: proof 5.1 s
-cp_rewrite: compile of segment 7 of 18 …         gone once the last is done: compile of 18 segments 31.0 s
-cp_rewrite: backward of segment 12 of 18 …       compiled when the first backward comes to it
-
-Where stderr is no terminal, as in a job's log, a line every ten seconds, and none of what takes less:
-
-cp_rewrite: compiling … 10 s
-cp_rewrite: compiling … 20 s
+    TORCH_LOGS="+cp_rewrite"                    each pass with its time and op-count difference (DEBUG)
+    torch._dynamo.utils.counters["cp_rewrite"]  graphs, sites, refusals by reason, exchanges, segments
+    TORCH_TRACE=folder                          tlparse shows the artifacts cp_rewrite_before, _after, _refused
+    nsys profile -t nvtx,cuda                   ranges cp_rewrite::exchange, ::attention, forward and backward
+    stderr of rank 0                            what a compile is at (`progress`, `listen`)
 """
 
 from __future__ import annotations
@@ -107,7 +97,13 @@ _backwards = [0, 0]
 
 @contextmanager
 def progress(what: str, part: int = 1, parts: int = 1) -> Generator[None]:
-    """Say that `what` goes on, and how long it took. `part` of `parts`: the same stage in turns, which share a line."""
+    """Say that `what` goes on, and how long it took. `part` of `parts`: the same stage in turns, which share a line.
+
+    cp_rewrite: capture 14.2 s
+    cp_rewrite: proof 5.1 s
+    cp_rewrite: compile of segment 7 of 18 …         gone once the last is done: compile of 18 segments 31.0 s
+    cp_rewrite: backward of segment 12 of 18 …       compiled when the first backward comes to it
+    """
     if not speaks():
         yield
         return
@@ -182,7 +178,12 @@ PERIOD_S = 10.0
 
 
 class _Pulse:
-    """Lines while torch compiles, by a thread that lives no longer. A step's graphs and backwards are one compile."""
+    """Lines while torch compiles, by a thread that lives no longer. A step's graphs and backwards are one compile.
+    Where stderr is no terminal, as in a job's log, a line every ten seconds, and none of what takes less:
+
+        cp_rewrite: compiling … 10 s
+        cp_rewrite: compiling … 20 s
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

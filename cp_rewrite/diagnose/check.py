@@ -1,20 +1,11 @@
 """Compare a model on one process with itself rewritten, on ranks played by threads.
 
-one process         model(the whole batch)                outputs, gradients
-thread of rank 0    rewritten(rank 0's tokens) ┐
-thread of rank 1    rewritten(rank 1's tokens) ┴ joined   outputs, gradients
+    one process         model(the whole batch)                outputs, gradients
+    thread of rank 0    rewritten(rank 0's tokens) ┐
+    thread of rank 1    rewritten(rank 1's tokens) ┴ joined   outputs, gradients
 
-Ranks of a context-parallel group played by threads of this process, on the CPU: no launcher, no network.
-
-    with thread_group(2) as run:
-        results = run(step)      # step() in two threads at once, where rank() is 0 and 1
-
-Collectives between the threads go through a list with one slot per rank, and a barrier:
-
-    slots            rank 0's tensor, rank 1's tensor
-    all wait         every slot is filled
-    each reads       all slots
-    all wait         nobody fills a slot again before all have read
+`thread_group` makes the ranks, with an annotation (`ThreadSharding`) and collectives (`ThreadGroup`) of their own;
+`check` runs the model both ways (`_Runner`), joins what ranks give and compares it.
 """
 
 from __future__ import annotations
@@ -90,7 +81,15 @@ class ThreadSharding(Sharding):
 
 
 class ThreadGroup(dist.ProcessGroup):  # pyright: ignore[reportUntypedBaseClass]
-    """The collectives that rewritten graphs and `token_mean` call, between threads."""
+    """The collectives that rewritten graphs and `token_mean` call, between threads.
+
+    They go through a list with one slot per rank, and a barrier:
+
+        slots            rank 0's tensor, rank 1's tensor
+        all wait         every slot is filled
+        each reads       all slots
+        all wait         nobody fills a slot again before all have read
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
@@ -141,7 +140,11 @@ def node_that_runs() -> Generator[None]:
 
 @contextmanager
 def thread_group(size: int) -> Generator[Callable[[Callable[[], Any]], list[Any]]]:
-    """A group of threads: yields `run(fn)`, which calls `fn` in all of them at once and returns its results by rank.
+    """Ranks of a context-parallel group played by threads of this process, on the CPU: no launcher, no network. Yields
+    `run(fn)`, which calls `fn` in all of them at once and returns its results by rank.
+
+        with thread_group(2) as run:
+            results = run(step)      # step() in two threads at once, where rank() is 0 and 1
 
     Where a thread raises, `run` raises that error: the others stop at the barrier.
     """

@@ -1,12 +1,11 @@
-"""Tell by numbers whether an op treats each token alone, before it is named in `Sharding(local_ops=…)`.
-
-Test by numbers that an op treats each token alone: what it gives for some tokens is what it gives for all, cut.
+"""Tests by numbers that an op treats each token alone: what it gives for some tokens is what it gives for all, cut.
 
 x (6, C)                  op(x)            a b c d e f
 tokens 4 0 2 of x         op(x[4, 0, 2])   e a c          tokens 5 1 3     f b d
 
-Vouched ops (`Sharding.local_ops`) are looked at in a graph's first call: what they give for some of the tokens is what
-they give for these and others, or the call raises.
+token_dims    compares some tokens with others, and finds the token dim of each result
+SpotCheck     looks so at ops that `Sharding(local_ops=…)` names, when a graph is first called
+check_op      tells along which dims an op treats tokens alone, before it is named there
 """
 
 from __future__ import annotations
@@ -136,7 +135,8 @@ TOKENS = 256
 
 
 class SpotCheck(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
-    """Looks at each vouched op the first time that it runs inside.
+    """Looks at each vouched op (`Sharding.local_ops`) the first time that it runs inside, in a graph's first call: what
+    it gives for some of the tokens is what it gives for these and others, or the call raises.
 
     Not looked at are ops that write or draw random numbers, and those that raise on a part of the tokens.
 

@@ -1,6 +1,8 @@
-"""A dry run on a model of `transformers` that is known by its config alone: no weights are read or made.
+"""Dry runs of models of `transformers` that are known by their config alone: no weights are read or made.
 
-Does a step fit into a GPU, and what would make it fit: `python -m cp_rewrite memory`.
+Fit, fit_of        a step's peak beside a GPU's memory, and what would make it fit: `python -m cp_rewrite memory`
+Recipe, recipe     what to do for a model to train on so many GPUs: `python -m cp_rewrite recipe`
+explain_config     the dry run: `python -m cp_rewrite explain`
 """
 
 from __future__ import annotations
@@ -259,8 +261,7 @@ class Recipe:
 
 def recipe(folder: str, lengths: Sequence[int], gpus: int, nodes: int = 1, **options: Any) -> Recipe | Fit | Report:
     """The first of `ways` that fits where all `gpus` GPUs share a row, and the fewest ranks of a group for which it
-    still does. One way more may let
-    fewer ranks share a row, which is not looked at.
+    still does. With one way more fewer ranks might share a row: that is not looked at.
 
     A way is tried in the graph that it gives: what tiles hold is not known before. Arguments are those of
     `explain_config`.

@@ -1,8 +1,9 @@
 """A dry run: what would be rewritten, what not and why, and the graph before and after. No GPU, no process group.
 
-A report as a dict for programs, and as one page of HTML for people.
-
-A model on `meta` for a dry run: rules are made for tensors on a CPU or a GPU.
+report_as_dict, report_as_html    a report for programs, and as one page for people
+weights_on_cpu                    a model on `meta`, as rules take it: they are made for tensors on a CPU or a GPU
+Report                            the findings
+explain                           the run
 """
 
 from __future__ import annotations

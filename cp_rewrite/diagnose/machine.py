@@ -1,10 +1,7 @@
-"""Look at a machine for what stands in the way: `python -m cp_rewrite doctor`. Problems come first, with what to do.
+"""A machine, looked at for what stands in the way, and measured for the cost model.
 
-Measure what the cost model needs to know of a device and its links: `python -m cp_rewrite calibrate`. On one process:
-kernel and memory speed. Under `torchrun --nproc-per-node N -m cp_rewrite calibrate` also a link: inside a node, or
-between nodes where torchrun spans several. What is not measured keeps the value of the known device that the name
-tells. The kernel is the one that plain scaled_dot_product_attention picks: on Hopper cuDNN's, which is close to the
-best variable-length kernels.
+`examine` is `python -m cp_rewrite doctor`: problems come first, with what to do. `measure` is `python -m cp_rewrite
+calibrate`.
 """
 
 from __future__ import annotations
@@ -145,7 +142,13 @@ def said(*command: str) -> str | None:
 
 
 def measure(name: str | None = None) -> Device | None:
-    """The device of this process, measured; None on ranks other than 0. `name`: its name; None: what torch calls it."""
+    """The device of this process, measured; None on ranks other than 0. `name`: its name; None: what torch calls it.
+
+    On one process: kernel and memory speed. Under `torchrun --nproc-per-node N -m cp_rewrite calibrate` also a link:
+    inside a node, or between nodes where torchrun spans several. What is not measured keeps the value of the known
+    device that the name tells. The kernel is the one that plain scaled_dot_product_attention picks: on Hopper cuDNN's,
+    which is close to the best variable-length kernels.
+    """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,13 +1,9 @@
-"""Attention of a step on the machine that training will run on: its seconds, and bytes between GPUs.
+"""A training step on the machine that training will run on, by its captured graph: memory, seconds of attention, bytes
+between GPUs.
 
-Memory that a captured graph keeps for its backward, layer by layer, about as torch's compilers do.
-
-Kept are operands of matrix products, of attention and of recurrences, and results of products that something not linear
-reads: these are not computed again. Recurrences by kernels also keep what their forward solved. Views share what they
-are views of; sums of residual streams are computed again of what was added, or are what enters the next layer.
-
-    normed -> q, k, v -> rotated -> attention -> out -> + -> normed -> gate, up -> silu, times -> down -> +
-    kept            v    kept       kept        kept         kept      kept         kept
+    needs_of              memory that the graph keeps for its backward, layer by layer
+    Attention, Target     attention of each site, and the step
+    target_of             the step of a graph whose sites are decided
 """
 
 from __future__ import annotations
@@ -96,7 +92,16 @@ class GraphNeeds:
 
 def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFacts | None = None) -> GraphNeeds:
     """Needs of a training step of `model`, by the graph that was captured of its forward on `tokens` local rows.
-    target: of the GPUs that it is for; None: it runs here."""
+    target: of the GPUs that it is for; None: it runs here.
+
+    Memory that the graph keeps for its backward is counted layer by layer, about as torch's compilers keep it: operands
+    of matrix products, of attention and of recurrences, and results of products that something not linear reads: these
+    are not computed again. Recurrences by kernels also keep what their forward solved. Views share what they are views
+    of; sums of residual streams are computed again of what was added, or are what enters the next layer.
+
+        normed -> q, k, v -> rotated -> attention -> out -> + -> normed -> gate, up -> silu, times -> down -> +
+        kept            v    kept       kept        kept         kept      kept         kept
+    """
     graph = _Graph(gm, tokens, target)
     paths = [path for path in graph.paths if path]
     weights = _weights_by_layer(model, paths)

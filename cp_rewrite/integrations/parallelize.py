@@ -6,12 +6,12 @@ tokens of them                   a0   a1   b0   b1       `sharding.shard`
 weights, gradients               1/4  2/4  3/4  4/4      FSDP2, over all ranks; DDP: whole on each
 loss                             a    a    b    b
 
-Outputs of a rank's model, with the values of one process and gradients for what averages over ranks.
-
-Hooks by which `transformers`, PEFT and TRL give reentrant checkpoints of frozen models gradients.
-
-Checks of ranks between calls of a model whose weights FSDP shards: its collectives meet in no graph, and what a rank
-leaves out shows in no other rank's weights.
+whole, scaled                    outputs with the values of one process, and gradients for what averages over ranks
+drop_checkpoint_hooks            hooks that libraries put on models whose blocks are checkpointed, taken out
+watch_optimizers, watch_steps,   checks of ranks between calls of a model whose weights FSDP shards
+watch_encoders
+parallelize                      all of it
+clip_grad_norm_                  the norm of gradients on two meshes
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ _CHECKPOINT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 def drop_checkpoint_hooks(model: nn.Module) -> None:
-    """Take hooks of checkpoints out, and let no more come. Each time that checkpointing is switched on, as TRL does in
-    every step, one is added: a graph is guarded by how many there are, and can't hold one on frozen embeddings."""
+    """Take hooks out by which `transformers`, PEFT and TRL give reentrant checkpoints of frozen models gradients, and
+    let no more come. Each time that checkpointing is switched on, as TRL does in every step, one is added: a graph is
+    guarded by how many there are, and can't hold one on frozen embeddings.
+    """
     for module in model.modules():
         for number, hook in list(module._forward_hooks.items()):
             if getattr(hook, "__name__", "") in _CHECKPOINT_HOOKS:
@@ -132,7 +134,10 @@ _AT_ONCE = 8
 
 def watch_steps(model: nn.Module, sharding: Sharding) -> None:
     """Before each call in a batch, ahead of FSDP's own: note that it begins, and have compared whether weights were
-    changed since the call before, and how often gradients were. No value is read."""
+    changed since the call before, and how often gradients were. No value is read.
+
+    FSDP's collectives meet in no graph, and what a rank leaves out shows in no other rank's weights.
+    """
     steps = _Steps(model)
 
     def begin(*_: Any) -> None:

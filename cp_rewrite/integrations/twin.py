@@ -1,9 +1,9 @@
-"""A model without memory for its weights, which Dynamo traces in the place of one that is sharded.
+"""The twin of a model: one without memory for its weights, which Dynamo traces in the place of one that is sharded.
 
-FSDP's hooks and sharded weights break a graph. The twin has neither: its parameters have shape, dtype and device of the
-whole ones, and no memory. All else is shared with the model (buffers, objects that hold no module) or a copy.
-
-Uses that a parallelized model refuses: each raises, and says what to do instead.
+Unchanged, refuse_copies,     uses that a parallelized model refuses: each raises, and says what to do instead
+refuse_whole_weights
+Twin                          the twin, which follows the model, and hands back what a call leaves on its modules
+without_memory                its parameters
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ _OF_MODULES = OF_MODULES - {"training"} | {"forward", "_is_fsdp_managed_module",
 
 
 class Twin:
-    """A copy of a model before it is sharded, with stand-ins for its weights.
+    """A copy of a model before it is sharded, with stand-ins for its weights: FSDP's hooks and sharded weights break a
+    graph.
+
+    Its parameters have shape, dtype and device of the whole ones, and no memory. All else is shared with the model
+    (buffers, objects that hold no module) or a copy.
 
     `module` is called in the model's place. `owners` says of each of its parameters, by id, where the weight is: the
     parameter, the module of the model that holds the weight, and under which name. `read_once`: its equal blocks.

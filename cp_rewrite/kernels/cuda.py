@@ -5,7 +5,10 @@ A kernel is compiled when it is first used, for the GPU at hand, and kept on dis
 headers, the architecture, the macros and the compiler: `$CP_REWRITE_CACHE`, else `~/.cache/cp_rewrite`. Compiling
 needs no GPU, so every kernel can be checked for every architecture anywhere (`compile_kernel`).
 
-Ranges that GPU profilers show.
+    nvtx                        ranges that GPU profilers show
+    compile_kernel, kernel      cubins, and kernels that are loaded
+    Stream, on                  streams whose waits are short for the host, and blocks of work on one
+    launch, Kernel              launches, and a kernel's arguments as the driver reads them
 """
 
 from __future__ import annotations

@@ -5,14 +5,12 @@ them (`Return`). Each direction has a `Channel`: symmetric memory that holds exp
 gradients, behind the flags by which the ranks' kernels wait for each other (`csrc/peers.cuh`). NVLink multicast is
 never used.
 
+    LaunchShape, Channel            how kernels that use such memory are launched, and wait for peers
+    side_stream, lane, first_lane   the streams of exchanges and kernels that overlap
+    Push, Return                    rows of k and v to their readers; gradients home: the transpose
+    group_reasons, row_reasons      why rows can't travel so, of a group of ranks and of the rows themselves
+
 Shapes: R local rows, E expanded rows, C = Hkv * (D + V) columns, P ranks.
-
-Each rank writes its rows into the expanded rows of all ranks that read them (`csrc/push_rows.cu`). The transpose:
-each rank sums its rows' gradients, which lie in all ranks' memory (`csrc/return_rows.cu`).
-
-Symmetric memory of one direction, and how kernels that use it are launched and wait for peers.
-
-Why rows can't travel through symmetric memory: reasons of a group of ranks, and of the rows themselves.
 """
 
 from __future__ import annotations
@@ -221,7 +219,8 @@ BESIDE = LaunchShape(24, 16, remote_warps=8)
 
 class Push:
     """One call of the exchange, from all ranks' k and v to everyone's expanded rows: `to_peers` and `own_rows`, in any
-    order. All ranks make it, in the same order.
+    order. All ranks make it, in the same order. Each rank writes its rows into the expanded rows of all ranks that read
+    them (`csrc/push_rows.cu`).
 
     Args:
         k_RHD, v_RHV: `dense_rows`.
@@ -319,7 +318,8 @@ def dense_rows(x_RHD: Tensor) -> Tensor:
 
 class Return:
     """Gradients of expanded rows on their way home: the caller writes `rows`, then calls `written` and `sum_up`, once,
-    or once for each stage of heads. All ranks do it, in the same order.
+    or once for each stage of heads. All ranks do it, in the same order. Each rank sums its rows' gradients, which lie
+    in all ranks' memory (`csrc/return_rows.cu`).
 
     Args:
         expanded_EC: rows of the shape and dtype of the gradients.

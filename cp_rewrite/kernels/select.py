@@ -1,9 +1,14 @@
-"""Which attention kernel runs: an ordered list of backends, each of which says every reason why it can't.
+"""Attention kernels and the choice of one: an ordered list of backends, each of which says every reason why it can't
+run.
+
+    Tables, Params                  inputs of a kernel besides q, k and v: pieces, made once per batch and shared by all
+                                    layers; and numbers
+    ORDER, PAIRS                    the backends
+    AttentionSpec, DeviceFacts      demands of an attention, and facts about a device
+    Capabilities                    abilities beyond those that all kernels have
+    choose_kernel                   the first backend that can, or the one that is named
 
 Facts about the device are values, so choices for any GPU are made, and tested, on a machine without one.
-
-Inputs of an attention kernel besides q, k and v: its pieces, one value, made once per batch and shared by all
-layers; and numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Rows of one rank: gathered, summed and packed, and found by their tokens: ops with their fakes. Tokens taken by their
-places, and what a model reads in rows without a token, which fill up a rank.
-
-rank 0 has tokens 0 1 5, rank 1 has 2 3 4      T = 6
-token_rows on rank 1                           -1 -1 0 1 2 -1
-local_rows of tokens 3, 5                      1, -1
+"""Rows of one rank, as ops with their fakes: gathered, summed and packed, found by their tokens, taken by their places;
+and what a model reads in rows without a token, which fill up a rank (`with_valid_fill`).
 
 Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V). Rows are (N, C).
 Of a batch: B rows of T tokens, T_l local rows on this rank.
@@ -95,6 +91,10 @@ def local_rows(
     token_rows_TB: Tensor, token: Tensor, row: Tensor | None, in_document_TB: Tensor | None, size: int
 ) -> Tensor:
     """The local rows of tokens, -1 of those that other ranks have.
+
+        rank 0 has tokens 0 1 5, rank 1 has 2 3 4      T = 6
+        token_rows on rank 1                           -1 -1 0 1 2 -1
+        local_rows of tokens 3, 5                      1, -1
 
     Args:
         token_rows_TB: int64, of the plan.

@@ -1,7 +1,8 @@
 """Packed attention whose rows travel through symmetric memory while the kernel works on what needs none of them.
 
 The kernel reads expanded rows where peers write them, and writes gradients where peers read them: nothing is copied.
-Keys that lie side by side in the local rows are read in place (`planning/routes/push.py`).
+Keys of the early entries that `planning/routes/push.py` found side by side in the local rows are read in place, and
+their gradients written there.
 
     forward     own rows      | early entries' kernel   | late entries' kernel, as the GPU empties
                 rows for them | rows of the late entries
@@ -9,35 +10,19 @@ Keys that lie side by side in the local rows are read in place (`planning/routes
     backward    late entries' kernel, as soon as it can | early entries' kernel | rounding of dq
                 rows of peers                           | gradients go home     | and are added
 
-Keys of the early entries that `planning/routes/push.py` found side by side are read in place, and their gradients
-written there. A rank without such keys exchanges before and after its backward's kernel. Where rows travel longer than
-that, they and the kernel run in stages of heads.
+A rank without such keys exchanges before and after its backward's kernel. Where rows travel longer than that, they and
+the kernel run in stages of heads.
+
+    Stage, stages_of, …_sizes                    stages of heads
+    forward_in_stages, backward_in_stages        the steps in stages
+    push_once, backward_at_once                  the steps in one stage: which exchange runs beside which kernel
+    pushed_attention, pushed_attention_backward  the ops
 
 Only for kernels whose `Capabilities` say `overlaps_exchange`; others exchange first (`packed_attention`). Results are
 the same bit for bit, for the same kernels read the same rows. The exception is `unrounded_gradients` of keys: parts of
 them travel as MXINT15 (`csrc/rows.cuh`) and come out nearer to those of one GPU.
 
 Shapes: R local rows, E expanded rows, Hq query and Hkv key heads, D and V head dims, C = Hkv * (D + V).
-
-The steps of pushed attention in one stage: which exchange runs beside which kernel.
-
-    a rank reads            its backward
-    own rows only           exchanges nothing of its own; gradients are written in place
-    early keys in place     two kernels: the early part's, and, first as soon as its rows are here, the late part's
-    other keys              rows of peers, the kernel, gradients home
-
-The steps of pushed attention in stages of heads (`planning/routes/push.py`): the kernel of a stage hides what
-another one exchanges.
-
-    side     rows of all stages, in their order             gradients 0 | gradients 1 …
-    main     own rows 0 | stage 0        | stage 2        …
-    lane     own rows 1 … |    stage 1        | stage 3   …
-
-Kernels take turns on two streams, so that the blocks of a stage fill the GPU up as those of the one before end. Results
-are the same bit for bit as in one stage, for each head's kernel does the same. One exception: where gradients of keys
-travel as MXINT15, those that stay on their rank are MXINT15 here too, before they are rounded.
-
-A rank whose keys are all read in place takes part in the others' stages, and waits for none of their rows.
 """
 
 from __future__ import annotations
@@ -138,7 +123,14 @@ def returned(
 
 
 class _Streams:
-    """Kernels of even stages on the main stream, of odd ones on another. The exchange has a third, `side`."""
+    """Kernels of even stages on the main stream, of odd ones on another (`lane`), so that the blocks of a stage fill
+    the GPU up as those of the one before end. The exchange has a third, `side`: the kernel of a stage hides what
+    another one exchanges (`planning/routes/push.py`).
+
+        side     rows of all stages, in their order             gradients 0 | gradients 1 …
+        main     own rows 0 | stage 0        | stage 2        …
+        lane     own rows 1 … |    stage 1        | stage 3   …
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.main, self.side, self.lane = (
@@ -172,7 +164,11 @@ def forward_in_stages(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params, route: Any, kernel: str, kv: Tensor, group: str,
     sizes: Sequence[int], site: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse of `pushed_attention`, without sinks. kv: (E, C), to be kept, or of no row. k, v: `dense_rows`."""
+    """out and lse of `pushed_attention`, without sinks. kv: (E, C), to be kept, or of no row. k, v: `dense_rows`.
+
+    Results are the same bit for bit as in one stage, for each head's kernel does the same. A rank whose keys are all
+    read in place takes part in the others' stages, and waits for none of their rows.
+    """
     at, results = _Streams(q.device), fake_results(q, v)
     with nvtx("exchange"):
         push, copied = _start(k, v, route, sizes, group, at)
@@ -202,7 +198,11 @@ def backward_in_stages(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None, out: Tensor, lse: Tensor, tables: Tables,
     params: Params, route: Any, kernel: str, group: str, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv of `pushed_attention_backward`. kv: the expanded rows, if they were kept. k, v: `dense_rows`."""
+    """dq, dk and dv of `pushed_attention_backward`. kv: the expanded rows, if they were kept. k, v: `dense_rows`.
+
+    Results are the same bit for bit as in one stage, but where gradients of keys travel as MXINT15: those that stay on
+    their rank are MXINT15 here too, before they are rounded.
+    """
     at, push, copied = _Streams(q.device), None, None
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if kv is None:
@@ -287,7 +287,13 @@ def push_once(
 def backward_at_once(
     run: Run, k: Tensor, v: Tensor, kv: Tensor | None, route: Any, group: str, mxint15: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `pushed_attention_backward`. kv: the expanded rows, if they were kept. k, v: `dense_rows`."""
+    """dq, dk and dv of `pushed_attention_backward`. kv: the expanded rows, if they were kept. k, v: `dense_rows`.
+
+    a rank reads            its steps
+    own rows only           exchanges nothing of its own; gradients are written in place
+    early keys in place     two kernels: the early part's, and, first as soon as its rows are here, the late part's
+    other keys              rows of peers, the kernel, gradients home
+    """
     at = PlaceRow(*route.place.tolist())
     here = slice(at.source, at.source + at.early + at.whole)
     if not int(route.capacity):

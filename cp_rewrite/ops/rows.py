@@ -1,27 +1,25 @@
-"""Rows of neighbouring tokens, whoever holds them: only those that a rank lacks travel; gradients go back the same way.
-
-`convolve_rows` is a convolution over tokens, of rows that stand side by side as their tokens do in the row.
-
-Shapes: R local rows, V rows received, X rows that all ranks have, E expanded rows, C columns; of a convolution C and O
-channels in and out, G groups, K taps.
-`planning/reads.py` draws the tables.
-
-Parts of a sum made whole over ranks, as ops; each way has the gradient that its name says. Rows of all ranks, and
-running products, for scans.
+"""Values and rows that ranks exchange beside attention, as ops: sums over ranks, rows of all ranks, rows of
+neighbouring tokens; each has the gradient that its name says.
 
 A tensor without tokens has a value and a gradient, and each of them is either whole on every rank or a part that adds
 up over the ranks (docs/internals/architecture.md, "Parts and wholes"):
 
     op                       value             gradient
     sum_over_ranks           part  -> whole    whole <- whole    as it comes in
-    largest_over_ranks       part  -> whole    whole <- whole    to the rank that had the largest value
-    max_over_ranks           part  -> whole    none
     sum_gradient_over_ranks  whole -> whole    whole <- part     summed over the ranks
     share_out_gradient       whole -> whole    part  <- whole    divided by the number of ranks
+    max_over_ranks           part  -> whole    none
+    largest_over_ranks       part  -> whole    whole <- whole    to the rank that had the largest value
+
+`rows_of_ranks`, `sum_rows_of_ranks` and `running_product` are for scans. `neighbour_rows` gives rows of neighbouring
+tokens, whoever holds them: only those that a rank lacks travel, and gradients go back the same way; `planning/reads.py`
+draws the tables. `convolve_rows` is a convolution over tokens, of rows that stand side by side as their tokens do in
+the row.
 
 The group "" is a group of one rank.
 
-Shapes of rows: N rows of C columns, P ranks.
+Shapes of rows: N rows of C columns, P ranks; of neighbours R local rows, V rows received, X rows that all ranks have, E
+expanded rows, C columns; of a convolution C and O channels in and out, G groups, K taps.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Arguments and gradients of ops by the names in their schemas, and what all attention ops share.
+"""Parts that attention ops share: what is done to a kernel's results, and arguments and gradients by the names in
+schemas.
 
-Shapes: R local rows, Hq query and Hkv key heads, D and V head dims of qk and v.
+    snapshot                    a copy of what memory holds now, for readers that run once it was written over
+    merge_parts                 softmax results over parts of the keys, put together
+    add_sinks, sinks_gradient   sinks, which are one more key without a value
+    finished, fill_gaps         results for rows that saw no key at all
+    bind, call, gradients       an op's inputs by name
+    keep, kept                  what its backward reads
+    register_attention          fakes and autograd of an attention op
 
-A copy of what memory holds now, for readers that run once it was written over.
-
-Softmax results over parts of the keys, put together; sinks, which are one more key without a value; and rows that
-saw no key at all.
-
-Shapes: R rows, H query heads, V head dim of v. `lse` is (H, R); -inf (from some kernels +inf): the row saw no key.
+Shapes: R local rows, H or Hq query and Hkv key heads, D and V head dims of qk and v. `lse` is (H, R); -inf (from some
+kernels +inf): the row saw no key.
 """
 
 from __future__ import annotations

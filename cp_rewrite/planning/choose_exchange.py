@@ -1,15 +1,10 @@
-"""Which exchange serves an attention site: decided when its graph is compiled.
+"""The exchange that serves an attention site, and the seconds that each would take: decided when its graph is compiled.
 
-Seconds that attention under a schedule takes on a device: kernel tiles, bytes on links, rows copied, launches.
-
-    forward   = slowest rank's exchange + slowest rank's kernel    (a phase ends when its last rank is done)
-    backward  = the keys again, 2.5 x the FLOPs, and dK/dV back in fp32: 3 x the forward's bytes
-
-    fill      = the rest of the layer on the local rows that a rank has beyond an even share of the tokens
-
-Every rank computes all its local rows in every part of a layer, whether a token is in them or not; so rows that a
-layout adds are paid for outside attention. Nothing is taken to overlap, except transfers of a push and of a ring with
-kernels.
+exchange_seconds              attention under a schedule on a device: kernel tiles, bytes on links, rows copied,
+                              launches
+needed_bytes, …               bytes that ranks receive
+choose_exchange               the cheapest exchange
+typical_load                  the load of a batch that is not known yet
 """
 
 from __future__ import annotations
@@ -38,6 +33,15 @@ def exchange_seconds(
     grids: Mapping[int, Load] | None = None,
 ) -> dict[str, float]:
     """Predicted seconds of one layer's attention and fill, forward and backward, by each exchange that can serve it.
+
+        forward   = slowest rank's exchange + slowest rank's kernel    (a phase ends when its last rank is done)
+        backward  = the keys again, 2.5 x the FLOPs, and dK/dV back in fp32: 3 x the forward's bytes
+
+        fill      = the rest of the layer on the local rows that a rank has beyond an even share of the tokens
+
+    Every rank computes all its local rows in every part of a layer, whether a token is in them or not; so rows that a
+    layout adds are paid for outside attention. Nothing is taken to overlap, except transfers of a push and of a ring
+    with kernels.
 
     Args:
         ranks_per_node: ranks that share fast links; None: all.

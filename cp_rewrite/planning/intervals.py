@@ -1,12 +1,5 @@
-"""Arithmetic on many ranges [start, stop) at once, so that no plan ever loops over tokens.
-
-Chunks of the pieces of a rank, in the order in which states pass through them.
-
-A piece is a run of local rows. It is cut into chunks of `CHUNK` rows from its start; the last may have fewer. Chunks of
-one piece run one after another, those of different pieces at once: they are sorted by level, their number in the piece,
-and then by piece, long pieces first, so that the pieces that still run are always the first ones:
-
-    chunks of 3 pieces   a0 a1 a2, b0 b1, c0        level-major  a0 b0 c0 | a1 b1 | a2        levels  3 2 1
+"""Arithmetic on many ranges [start, stop) at once, so that no plan ever loops over tokens; and chunks of many ranges,
+in the order in which states pass through them (`level_major`, `chunk_rows`).
 """
 
 from __future__ import annotations
@@ -102,6 +95,12 @@ def level_major(counts: Int) -> tuple[Int, Int, Int]:
 
 def chunk_rows(starts: Int, lengths: Int) -> tuple[Int, Int]:
     """Chunks of pieces [start, start + length), none empty, sorted by their number of chunks, descending.
+
+    A piece is a run of local rows. It is cut into chunks of `CHUNK` rows from its start; the last may have fewer.
+    Chunks of one piece run one after another, those of different pieces at once: they are sorted by level, their number
+    in the piece, and then by piece, long pieces first, so that the pieces that still run are always the first ones:
+
+        chunks of 3 pieces   a0 a1 a2, b0 b1, c0        level-major  a0 b0 c0 | a1 b1 | a2        levels  3 2 1
 
     Returns:
         (C, CHUNK) row of each place of each chunk, -1: none; (L,) chunks of each level.

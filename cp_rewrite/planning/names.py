@@ -1,6 +1,5 @@
-"""The names of layouts and exchanges, and what an exchange's name says.
-
-The columns of a plan's integer tables, each named once: the planner writes them, ops and kernels read them.
+"""Names that the planner, ops and kernels share: the columns of a plan's integer tables; layouts and exchanges, and
+what an exchange's name says.
 
 A row of a table is `PieceRow(*row)`, all columns of it are `PieceRow(*table.T)`, and `np.stack(columns, 1)` is a table.
 """

@@ -1,6 +1,7 @@
 """The plan of one row and what it costs: `cp.plan`, for people who choose a layout and an exchange.
 
-A picture of a plan. The only file that imports matplotlib, and only to draw: it may be missing.
+`draw_plan` makes a picture of a `Plan`, the only one to need matplotlib, which may be missing; `compare` makes a table
+of several.
 """
 
 from __future__ import annotations

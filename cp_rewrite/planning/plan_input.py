@@ -1,16 +1,12 @@
-"""Inputs that graphs read from a batch's plan: its tensors by name, and what is read of other tokens. Specs alone: who
-makes the tensors is `routes/` and `token_reads/`.
+"""Inputs that graphs read from a batch's plan: its tensors by name, and what is read of other tokens.
 
-Row maps: which row each entry of a token dim is, piece by piece.
+    TokenCount                   whole numbers made from the token count of a row
+    Piece, RowMap                which row each entry of a token dim is, piece by piece
+    PlanTensor, …                tensors of a plan
+    Neighbours, Scan, States     what is read of other tokens, and the tensors that it takes
+    PlanInput                    one input of a graph
 
-    x[:, :-1]                   [0, T - 1) of x
-    F.pad(x, (0, 0, 2, 0))      0 0, [0, T) of x
-    x.roll(1, 1)                [T - 1, T) of x, [0, T - 1) of x
-    x.flip(1)                   T - 1, T - 2, …, 0 of x
-
-Maps follow each other: x.roll(1, 1)[:, 2:] is [2, T) of what is [T - 1, T), [0, T - 1) of x: [1, T - 1) of x.
-
-Whole numbers made from the token count of a row.
+Specs alone: who makes the tensors is `routes/`, `reads.py` and `states.py`.
 """
 
 from __future__ import annotations
@@ -87,7 +83,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowMap:
-    """Entries in turn; of rows that are longer than every constant."""
+    """Entries in turn; of rows that are longer than every constant.
+
+        x[:, :-1]                   [0, T - 1) of x
+        F.pad(x, (0, 0, 2, 0))      0 0, [0, T) of x
+        x.roll(1, 1)                [T - 1, T) of x, [0, T - 1) of x
+        x.flip(1)                   T - 1, T - 2, …, 0 of x
+
+    Maps follow each other: x.roll(1, 1)[:, 2:] is [2, T) of what is [T - 1, T), [0, T - 1) of x: [1, T - 1) of x.
+    """
 
     pieces: tuple[Piece, ...]
 

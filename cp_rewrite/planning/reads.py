@@ -1,36 +1,5 @@
-"""The route of neighbours: what a shift, a roll or a convolution over tokens reads of other ranks' rows.
-
-Entries are what one process would read: the row's T tokens and a few rows that all ranks have, in some order. The local
-row of token p reads the entries p + first, p + first + 1, …, as many as `span`:
-
-    cat([zero, x[:, :-1]], 1)                    x padded by 2 zeros, for a convolution of 3 taps
-    entries  0  x0 x1 x2 x3 x4                   entries  0  0  x0 x1 x2 x3 x4 x5
-    token 2     x1          first 0, span 1      token 2        x0 x1 x2           first 0, span 3
-
-Tokens that stand side by side on a rank read their entries in one run:
-
-    rank 1 has tokens 3 4 5, span 3              expanded rows  x1 x2 x3 x4 x5     out_rows 0 1 2
-    rank 0 has tokens 0 1 2                      expanded rows  0  0  x0 x1 x2     out_rows 0 1 2
-
-Rows that were joined to one have entries each of their own, and so have documents where states begin anew. With a
-capacity all ranks send each other equally many rows, as many as its pieces could need, and have equally many expanded
-rows.
-
-The tables of a running sum over a row's tokens, which lie in pieces on the ranks.
-
-A rank runs over its own tokens in the row's order. A token then lacks what other ranks have before it: for each of them
-the value that it had reached at the end of its last piece before the token's.
-
-    row                          a b c d e f g h
-    rank 0 has f g a b           runs over a b f g         gives ab, abfg at the ends of its pieces
-    rank 1 has c d e h           runs over c d e h         gives cde, cdeh
-    rank 0, for f and g          cde is before             f: abf cde     g: abfg cde
-    rank 1, for h                abfg is before            h: cdeh abfg
-
-Every operation that gives the same in any order of its operands can be put together so, without taking anything back.
-
-Shapes: B rows of T tokens, T_l local rows of each; P ranks; L lines that are run over, of W local rows on each rank:
-the rows of the batch (B of T_l), or all of them as one (1 of B T_l); N pieces of a line, at most, on any rank.
+"""The tables by which a token reads rows of other tokens, which lie on the ranks: for running sums (`scan_tables`), and
+for shifts, rolls and convolutions over tokens (`neighbours_route`).
 """
 
 from __future__ import annotations
@@ -60,7 +29,23 @@ class _Line:
 
 
 def scan_tables(plan: BatchPlan, scan: Scan, rank: int, capacity: Capacity | None = None) -> Arrays:
-    """The tables of one rank, all int64.
+    """The tables of a running sum over a row's tokens, which lie in pieces on the ranks: those of one rank, all int64.
+
+    A rank runs over its own tokens in the row's order. A token then lacks what other ranks have before it: for each of
+    them the value that it had reached at the end of its last piece before the token's.
+
+        row                          a b c d e f g h
+        rank 0 has f g a b           runs over a b f g         gives ab, abfg at the ends of its pieces
+        rank 1 has c d e h           runs over c d e h         gives cde, cdeh
+        rank 0, for f and g          cde is before             f: abf cde     g: abfg cde
+        rank 1, for h                abfg is before            h: cdeh abfg
+
+    Every operation that gives the same in any order of its operands can be put together so, without taking anything
+    back.
+
+    Shapes: B rows of T tokens, T_l local rows of each; P ranks; L lines that are run over, of W local rows on each
+    rank: the rows of the batch (B of T_l), or all of them as one (1 of B T_l); N pieces of a line, at most, on any
+    rank.
 
     Returns:
         scan_order: (B, T_l) the local row, among B T_l, that stands at each place of the L lines; fill at the end.
@@ -148,7 +133,24 @@ class _Room:
 
 
 def neighbours_route(plan: BatchPlan, read: Neighbours, rank: int, capacity: Capacity | None = None) -> Arrays:
-    """The tables of one rank. B rows, P ranks, R = B T_l local rows, V rows received, S rows sent, M extras.
+    """The route of neighbours: what a shift, a roll or a convolution over tokens reads of other ranks' rows. The tables
+    of one rank. B rows, P ranks, R = B T_l local rows, V rows received, S rows sent, M extras.
+
+    Entries are what one process would read: the row's T tokens and a few rows that all ranks have, in some order. The
+    local row of token p reads the entries p + first, p + first + 1, …, as many as `span`:
+
+        cat([zero, x[:, :-1]], 1)                    x padded by 2 zeros, for a convolution of 3 taps
+        entries  0  x0 x1 x2 x3 x4                   entries  0  0  x0 x1 x2 x3 x4 x5
+        token 2     x1          first 0, span 1      token 2        x0 x1 x2           first 0, span 3
+
+    Tokens that stand side by side on a rank read their entries in one run:
+
+        rank 1 has tokens 3 4 5, span 3              expanded rows  x1 x2 x3 x4 x5     out_rows 0 1 2
+        rank 0 has tokens 0 1 2                      expanded rows  0  0  x0 x1 x2     out_rows 0 1 2
+
+    Rows that were joined to one have entries each of their own, and so have documents where states begin anew. With a
+    capacity all ranks send each other equally many rows, as many as its pieces could need, and have equally many
+    expanded rows.
 
     Returns:
         rows: int32 into cat(R local rows, V received rows by source, B M extras); (B, T_l) where span is 1, else (E,).

@@ -8,16 +8,14 @@ Three things are used, of exactly the versions in `VERSIONS`, whose source was r
 2. Where several query heads share a key, on Hopper, these fp32 values are sums of dk and dv over all of the rank's
    queries: `_write_sums` writes them by a kernel of ours. The library would round to half precision what is only a part
    of a sum over ranks. The order of a tile's sums is the library's own; it is read off what its rounding does to a tile
-   of known numbers.
+   of known numbers (`_order`).
 3. Before its compiled kernels both functions run Python that takes longer than all of their launches. Its results are
    the same for all layers of a batch: the kernels that the first call found, and the arguments that are not a layer's
-   own, are kept with the batch's `Launch`, and further calls go to these kernels at once.
+   own, are kept with the batch's `Launch`, and further calls go to these kernels at once (`noting`, `forward_call`,
+   `BackwardCalls`). Arguments that are the layer's stand in places that `_FORWARD`, `_PREPROCESS` and `_KERNEL` name;
+   beside them are sums that the backward makes for itself.
 
-Calls of FlashAttention 4's compiled kernels, noted once per batch and made again for its other layers.
-
-Arguments of these kernels, as `_flash_attn_fwd` and `_flash_attn_bwd` give them: tensors of the layer, in places that
-`_FORWARD`, `_PREPROCESS` and `_KERNEL` name; sums that the backward makes for itself; and what is the same for all
-layers. Only for the versions in `VERSIONS`.
+The third stands first in this file.
 """
 
 from __future__ import annotations
@@ -209,7 +207,7 @@ def was_read() -> bool:
 
 
 def capabilities() -> Capabilities:
-    """The first two of the above, or none where the installed version was not read."""
+    """Abilities by the first two of the three things above, or none where the installed version was not read."""
     return Capabilities(overlaps_exchange=True, unrounded_on=frozenset({9})) if was_read() else Capabilities()
 
 

@@ -1,22 +1,19 @@
-"""The part that variable-length flash kernels share: how the launches of a batch run, and what becomes of rows of no
-document.
+"""The part that variable-length flash kernels share: how the launches of a batch run, beside an exchange of rows too,
+and what becomes of rows of no document.
+
+    Parts, ForwardOverlap,         how a kernel and an exchange overlap
+    BackwardOverlap, BackwardParts
+    Launch, launches_of            how often a kernel is called for a batch, and over what
+    run_forward, run_backward      a kernel's launches as one attention
 
 Rows of no document may hold NaN, and a kernel that loads whole tiles would spread it. Where such rows form the end of
 the local rows they are left out; where they lie in between, the backward reads copies with zeros there, and the
 results are overwritten with exact zeros there.
 
+Kernels overlap with an exchange if their `Capabilities` say `overlaps_exchange`. Work of the exchange is on a second
+stream, the kernel's on the current one.
+
 Shapes: R local rows, E expanded rows, H heads (Hq queries, Hkv keys), D and V head dims, N entries.
-
-The launches of a batch: how often a variable-length kernel is called, and over what.
-
-Such a kernel takes running sums of query and key lengths and one window per launch. Launch 0 is the one of
-`Tables.cu_seqlens_*`. Pieces that need another window (documents' ends under a two-sided window) run in launches of
-their own over gathered query rows; their keys lie side by side already.
-
-How a kernel and an exchange of rows overlap: what the exchange hands to a kernel's forward, and to its backward.
-
-For kernels whose `Capabilities` say `overlaps_exchange`. Work of the exchange is on a second stream, the kernel's on
-the current one.
 """
 
 from __future__ import annotations
@@ -218,7 +215,12 @@ _launches = WeakTensorKeyDictionary()
 
 
 def launches_of(tables: Tables, rows: int) -> tuple[Launch, ...]:
-    """The launches of a batch, number 0 first; made once per batch, on the host, and kept as long as its pieces."""
+    """The launches of a batch, number 0 first; made once per batch, on the host, and kept as long as its pieces.
+
+    A kernel takes running sums of query and key lengths and one window per launch. Launch 0 is the one of
+    `Tables.cu_seqlens_*`. Pieces that need another window (documents' ends under a two-sided window) run in launches of
+    their own over gathered query rows; their keys lie side by side already.
+    """
     pieces = tables.pieces
     # The version counts writes: tables that are refilled in place hold another batch.
     version = 0 if pieces.is_inference() else pieces._version

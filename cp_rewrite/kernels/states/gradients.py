@@ -1,19 +1,10 @@
-"""Gradients of a chunk's queries, keys, decays and WY keys, from states and gradients of states around it.
+"""Gradients inside of a chunk, by kernels of ours: of what weights the pairs of its tokens, and of what states around
+it reach.
 
-fla's kernel for this multiplies by the transpose of a product that tensor cores hold, which Triton 3.4 to 3.7.0
-compiles wrongly on Hopper (fla refuses to run it there). This one computes the transposed product by itself.
+    add_gradients_of_weights    queries, keys and decays of each channel, from gradients of the weights of pairs
+    chunk_gradients             queries, keys, decays and WY keys, from states and gradients of states around the chunk
 
 Shapes: R rows, Hk heads of queries and keys, H heads, K and V head dims, C chunks of L rows.
-
-Gradients of a chunk's queries, keys and decays of each channel, from those of the weights inside of the chunk.
-
-A weight of a token i and an earlier one j is the sum over channels of q_i k_j 2^(g_i - g_j). Its gradients are products
-of matrices where that is written as 2^(g_i - a) 2^(a - g_j), with an anchor a of the channel in the chunk's middle.
-Both powers are numbers if g is nowhere far from a: unless a channel forgets all in a few tokens. Where one does,
-another kernel takes an anchor between each two blocks of 16 tokens, so that no power is above 1, and goes through the
-pairs in a block one distance after another, as fla does for all channels.
-
-Shapes: R rows, Hk heads of queries and keys, H heads, K channels, C chunks of L = 64 rows.
 """
 
 from __future__ import annotations
@@ -187,9 +178,15 @@ def add_gradients_of_weights(
     """Add to gradients of q and k (1, R, H, K), of sums of decays (1, R, H, K) and of beta (1, R, H), in place and in
     fp32.
 
+    A weight of a token i and an earlier one j is the sum over channels of q_i k_j 2^(g_i - g_j). Its gradients are
+    products of matrices where that is written as 2^(g_i - a) 2^(a - g_j), with an anchor a of the channel in the
+    chunk's middle. Both powers are numbers if g is nowhere far from a: unless a channel forgets all in a few tokens.
+    Where one does, another kernel takes an anchor between each two blocks of 16 tokens, so that no power is above 1,
+    and goes through the pairs in a block one distance after another, as fla does for all channels.
+
     Args:
         q, k: (1, R, Hk, K). g: (1, R, H, K) fp32, sums of decays from the chunk's start on, as powers of 2.
-        beta: (1, R, H). dw_q, dw_k: (1, R, H, L) fp32, gradients of the weights of queries and keys, 0 above the
+        beta: (1, R, H). dw_q, dw_k: (1, R, H, L = 64) fp32, gradients of the weights of queries and keys, 0 above the
             diagonal, of keys on it.
     """
     rows, heads_k, channels = q.shape[1:]
@@ -291,6 +288,9 @@ def chunk_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Gradients of q and k (1, R, H, K), of the WY keys (1, R, H, K), and of decays (1, R, H) at each token, in natural
     logarithms: those of g are sums from a token to its chunk's end.
+
+    fla's kernel for this multiplies by the transpose of a product that tensor cores hold, which Triton 3.4 to 3.7.0
+    compiles wrongly on Hopper (fla refuses to run it there). This one computes the transposed product by itself.
 
     Args:
         q, k: (1, R, Hk, K). v, do: (1, R, H, V), of a delta rule the corrected values.

@@ -1,11 +1,10 @@
-"""Which kernels run a recurrence: those of FlashQLA and of fla (flash-linear-attention), in half precision on GPUs.
+"""The choice of kernels for a recurrence: those of FlashQLA and of fla (flash-linear-attention), in half precision on
+GPUs.
 
-Which kernels gave what the reference gives: a trial, and Triton's tuning inside of it, takes minutes.
-
-What was right is kept in Triton's cache, beside what tuning chose: later processes run the same kernels, and try none.
-What was wrong is tried again. Processes of one machine try one after another, so that only the first one tunes.
-
-Packed sequences as kernels of fla take them: all rows, run after run, see `planning/states.py`.
+    Verdict, verdict_of    which of them gave what the reference gives
+    Runs                   packed sequences as they take them: all rows, run after run, see `planning/states.py`
+    CLASSES, kernels_for   those that can run a recurrence, best first
+    reasons                why one can't
 
 Shapes: R rows, E runs, C chunks, N cut pieces.
 """
@@ -54,7 +53,12 @@ class Verdict:
 
 @contextmanager
 def verdict_of(*facts: object) -> Generator[Verdict]:
-    """The verdict of a trial with these facts, if there was one. Inside, processes that ask for the same wait."""
+    """The verdict of a trial with these facts, if there was one. Inside, processes that ask for the same wait.
+
+    A trial, and Triton's tuning inside of it, takes minutes. What was right is kept in Triton's cache, beside what
+    tuning chose: later processes run the same kernels, and try none. What was wrong is tried again. Processes of one
+    machine try one after another, so that only the first one tunes.
+    """
     folder = _folder(facts)
     with ExitStack() as stack:
         if folder is not None:

@@ -1,6 +1,6 @@
 """The exchange `push`: what `needed` moves, by one-sided writes into the peers' memory.
 
-These ops run before and after the kernel; `pushed/` moves rows while it works. Rows that the route says may
+These ops run before and after the kernel; `ops/pushed.py` moves rows while it works. Rows that the route says may
 be read in place are copied here, for a kernel takes one tensor of expanded rows. `planning/routes/push.py` tells what
 the tables hold, `kernels/peers.py` how ranks wait for each other.
 

@@ -1,4 +1,5 @@
-"""Recurrences by kernels: the ops of `ops.py` and `ops.py` on GPUs, where `kernels/states` can run them.
+"""Recurrences by kernels: the ops of `ops.py`, over pieces and over whole rows, on GPUs where `kernels/states` can run
+them.
 
 Shapes: R = B T_l rows; N cut pieces as in `planning/states.py`.
 """

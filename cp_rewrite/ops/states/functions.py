@@ -1,35 +1,13 @@
-"""Functions of other libraries that pass a state through tokens, as ops of ours inside of a batch's block.
+"""Code of other libraries that Dynamo traces otherwise inside of a batch's block: recurrences become ops of ours, and
+RoPE whose frequencies hang on the longest position becomes choices between tensors.
 
-transformers' reference functions loop over chunks or tokens, fla's and mamba_ssm's are kernels that Dynamo can't read.
-Inside of `with sharding.shard(batch)` Dynamo puts the op of `ops.py` in the place of a call, which the
-passes know; outside it compiles what is there. Eager calls are never touched.
+    wrap_modules                modules of transformers whose own loops pass a state through tokens
+    wrap_ropes                  RoPE of transformers
+    state_ops                   the block in which all of it is traced so
+    OPS, substitute_loaded      functions that pass a state through tokens, and the ops that stand for them
 
-    library's name                                                      op
-    torch_chunk_gated_delta_rule, chunk_gated_delta_rule                gated_delta_rule
-    chunk_kimi_delta_attention, chunk_kda                               kimi_delta
-    mamba2_chunk_scan, mamba_chunk_scan_combined                        ssd
-    mamba_selective_scan, selective_scan_fn                             selective_scan
-
-A function is one of these by its name and its package, and by its numbers: where it is a reference in torch, it is run
-once on a few tokens, and left alone if the op gives something else; so is a call with arguments that are not read.
-
-Modules of transformers whose own loops pass a state through tokens: their forwards are traced as ops of ours.
-
-    MiniMaxLightningAttention      ssd: keys write, queries look, and each head decays by a number of its own
-
-Dynamo asks no table for the forward of a module, so that it is wrapped in its class; outside of blocks, and in eager
-calls, it runs as it is. As of functions, it is left alone if it gives other numbers than the op.
-
-RoPE whose frequencies hang on the longest position of a batch, as transformers' `dynamic_rope_update` changes them.
-
-    longrope    those of long rows where a position is beyond `original_max_position_embeddings`
-    dynamic     those of the longest row since they were last as at first, once a row is longer than the model was made
-                for; as at first again in a row that is shorter than that
-
-transformers branches on the largest position, which Dynamo can't trace. Inside of `with sharding.shard(batch)` it
-traces choices between tensors in the place of the branches. They are expressions of `torch.max(position_ids)`, which
-the passes make that of all ranks, wherever positions come from. What a module keeps is what it keeps in eager calls, so
-that either may follow the other. Where these choices are not what the decorator's branches give, those stay.
+Outside of `with sharding.shard(batch)` Dynamo compiles what is there. Eager calls are never touched. What gives other
+numbers than its op, or its choices, is left alone.
 """
 
 from __future__ import annotations
@@ -67,7 +45,13 @@ class Blocks:
 
 
 def wrap_modules(module: ModuleType) -> None:
-    """Wrap the forwards of a loaded module's classes, once."""
+    """Wrap the forwards of a loaded module's classes, once: inside of blocks they are traced as ops of ours.
+
+        MiniMaxLightningAttention      ssd: keys write, queries look, and each head decays by a number of its own
+
+    Dynamo asks no table for the forward of a module, so that it is wrapped in its class; outside of blocks, and in
+    eager calls, it runs as it is. As of functions, it is left alone if it gives other numbers than the op.
+    """
     names = (_NAME, "MiniMaxConfig", "apply_mask_to_padding_states")
     found: list[Any] = [vars(module).get(name) for name in names]
     if None in found or hasattr(found[0].forward, "_cp_rewrite"):
@@ -122,7 +106,19 @@ Update = Callable[..., None]
 
 
 def wrap_ropes(module: Any) -> None:
-    """Let Dynamo trace choices in what decorates the forwards of a loaded module's classes. Twice is as once."""
+    """Let Dynamo trace choices in what decorates the forwards of a loaded module's classes. Twice is as once.
+
+    transformers' `dynamic_rope_update` changes frequencies by the longest position of a batch:
+
+    longrope    those of long rows where a position is beyond `original_max_position_embeddings`
+    dynamic     those of the longest row since they were last as at first, once a row is longer than the model was made
+                for; as at first again in a row that is shorter than that
+
+    It branches on the largest position, which Dynamo can't trace. Inside of `with sharding.shard(batch)` Dynamo traces
+    choices between tensors in the place of the branches. They are expressions of `torch.max(position_ids)`, which the
+    passes make that of all ranks, wherever positions come from. What a module keeps is what it keeps in eager calls, so
+    that either may follow the other. Where these choices are not what the decorator's branches give, those stay.
+    """
     library: Any = sys.modules.get(_LIBRARY)
     names = getattr(module, "__dict__", {})
     if library is None or names.get("dynamic_rope_update") is not library.dynamic_rope_update:
@@ -479,7 +475,22 @@ _modules = 0
 
 
 def substitute_loaded() -> None:
-    """Tell Dynamo of every function of the modules that are loaded now."""
+    """Tell Dynamo of every function of the modules that are loaded now.
+
+    transformers' reference functions loop over chunks or tokens, fla's and mamba_ssm's are kernels that Dynamo can't
+    read. Inside of `with sharding.shard(batch)` Dynamo puts an op of `ops.py`, which the passes know, in the place of a
+    call:
+
+        library's name                                                      op
+        torch_chunk_gated_delta_rule, chunk_gated_delta_rule                gated_delta_rule
+        chunk_kimi_delta_attention, chunk_kda                               kimi_delta
+        mamba2_chunk_scan, mamba_chunk_scan_combined                        ssd
+        mamba_selective_scan, selective_scan_fn                             selective_scan
+
+    A function is one of these by its name and its package, and by its numbers: where it is a reference in torch, it is
+    run once on a few tokens, and left alone if the op gives something else; so is a call with arguments that are not
+    read.
+    """
     global _modules
     if len(sys.modules) == _modules:
         return

@@ -3,17 +3,15 @@ maps.
 
 S_out = move · S_in + add. `move` is a matrix of each head, or numbers that broadcast with the state.
 
-Shapes: C chunks of L tokens, n chains; H heads; of delta rules K and V head dims of keys and values; of state spaces
-heads of dim P, G groups, N numbers of a state for each of P or of E channels.
+    Maps, run_chains, compose                   maps, and chains of them
+    delta_maps, ssd_maps, selective_maps        the maps of each recurrence
+    fold                                        states that enter the cut pieces of a rank
+    INPUTS, inputs_of, state_shapes, …          the recurrences by name: their inputs, options and results
+    chunk_maps, to_rows                         inputs in chunks, and results in rows again
 
-States that enter the cut pieces of a rank: summaries of other pieces, exchanged and folded in the order of their
-sequence.
-
-Shapes: N, S, V, F as in `planning/states.py`, which draws the tables.
-
-The recurrences by name, and their inputs in chunks.
-
-Shapes: R local rows, C chunks of L tokens.
+Shapes: C chunks of L tokens, n chains; R local rows; H heads; of delta rules K and V head dims of keys and values; of
+state spaces heads of dim P, G groups, N numbers of a state for each of P or of E channels. Of cut pieces N, S, V, F as
+in `planning/states.py`, which draws the tables.
 """
 
 from __future__ import annotations
@@ -206,7 +204,8 @@ def selective_maps(inputs: Sequence[Tensor]) -> tuple[Maps, Read]:
 
 
 def fold(own: Maps, t: SimpleNamespace, way: str, group: str) -> Tensor:
-    """(N, *state) what enters each cut piece, from in front (`way` "") or from behind ("_back").
+    """(N, *state) what enters each cut piece, from in front (`way` "") or from behind ("_back"): summaries of other
+    pieces, exchanged and folded in the order of their sequence.
 
     Args:
         own: (N) maps of this rank's cut pieces.

@@ -1,11 +1,10 @@
-"""Recurrences over whole rows, as ops of the captured graph: what one process computes.
+"""Recurrences as ops of the captured graph, forward and backward: over the pieces of rows that a rank has
+(`_on_pieces`), where states enter pieces from the ranks that have what is before; and over whole rows, what one process
+computes (`_whole`).
 
-Shapes: B rows of T tokens; Hk heads of queries and keys, H heads, K and V head dims; P, G, N, E as in `space.py`; D
-sequences.
-
-Recurrences over the pieces of rows that a rank has: states enter pieces from the ranks that have what is before.
-
-Shapes: R = B T_l local rows; N, S, V, F as in `planning/states.py`, which draws the tables.
+Shapes: B rows of T tokens, T_l local rows of each on a rank, R = B T_l; Hk heads of queries and keys, H heads, K and V
+head dims; P, G, N, E as in `maps.py`; D sequences. Of pieces N, S, V, F as in `planning/states.py`, which draws the
+tables.
 """
 
 from __future__ import annotations

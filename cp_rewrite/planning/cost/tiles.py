@@ -1,9 +1,9 @@
-"""Attention work as a flash kernel feels it: tiles of 128 queries x 128 keys, counted per query head.
+"""Attention work: as a flash kernel feels it, in tiles of 128 queries x 128 keys, counted per query head
+(`window_tiles`, `causal_tiles`); and without tiles, of a part of a document, by how many keys its queries see
+(`SeenKeys`).
 
 A kernel works on whole tiles, row of tiles by row of tiles; a piece of 10 queries costs as much as one of 128. Each
 row of tiles costs `TILE_ROW_OVERHEAD` tiles more, to fill and drain the pipeline.
-
-How many keys the first queries of a document see: work of a part of a document, without tiles, in closed form.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _UNLIMITED = 1 << 40
 
 
 class SeenKeys:
-    """Pairs of a query and a key that it sees, of the first x queries of a document, under one mask.
+    """Pairs of a query and a key that it sees, of the first x queries of a document, under one mask, in closed form.
 
     Query i sees itself, min(i, left) keys before it and min(length - 1 - i, right) keys after it.
 

@@ -1,14 +1,16 @@
 """The `balanced` layout: equal tokens and equal attention work on every rank, least rows moved.
 
-documents  ──  slices  ──  halved; over few ranks in variants  ──┐
-                       ──  whole, where that may save something  ┼──  the best by the cost model
-simple layouts with equal tokens per rank  ──────────────────────┘
-                                                                 └──  each rank's own order: home pieces first
+    documents  ──  slices  ──  halved; over few ranks in variants  ──┐
+                           ──  whole, where that may save something  ┼──  the best by the cost model
+    simple layouts with equal tokens per rank  ──────────────────────┘
+                                                                     └──  each rank's own order: home pieces first
 
 The search is as long as what it may save: in rows of few tokens a rank attention is a small part of a layer, and simple
 layouts alone are compared; in longer ones documents are halved once, and in long ones in variants.
 
-Lower bounds of what a token order costs, without its schedule: most simple layouts need not be weighed further.
+    Bounds       lower bounds of what an order costs, without its schedule: most simple layouts need not be weighed
+    Judge        weighs orders by their schedules
+    balanced     the search
 """
 
 from __future__ import annotations

@@ -1,34 +1,12 @@
-"""Sharing slices out over ranks: these are halved again and again, all groups of one depth in one go.
+"""Slices shared out over ranks: ranks are halved again and again, all groups of one depth in one go; then pairs of
+ranks swap what the last cuts could not do.
 
-Nodes come before the ranks of a node, so documents stay in one half, and in one node, while their work allows. The
-slices of a group are shared out so that both halves have their tokens, and the same work per token:
+    SliceLines                    slices of several groups, one line behind another, cut anywhere
+    share_out_by_halves, halve    the halving
+    even_pairs                    the swaps
 
-1. Slices with most work go whole to the half that misses most work, while both halves can still be filled up. Of one
-   with too much work for both, one half gets the end, as much as it can do, and the other the rest.
-2. All others stand in a line, from those with least work per token to those with most. One half gets a run of it,
-   the other one all else:
-
-       line       sparse . . . . [ run ) . . . . . . . . . . . . . dense
-
-   Where the run starts decides how much work it does. Only its two ends cut slices.
-
-A single causal document is cut into a zigzag. Work is counted in whole tenths of tiles here: sums are exact, and so the
-same on every machine. No step loops over documents; each depth takes some hundred calls of numpy.
-
-Slices of several groups, one line behind another, cut anywhere: positions and work of many cuts at once.
-
-slices      size 5, work 10    size 2, work 1
-bounds      0                  5                7
-before      0                  10               11        work before each bound; `work(x)` between them
-
-Pairs of ranks, one with much and one with little work, that swap ends of slices, as many tokens each.
-
-    rank with 1.08 of the mean      A A A A A A A A|a a     its dense end, two rows of tiles of a long document
-    rank with 0.94                  b b|B B B B B B B B     for a sparse head, two rows of another one
-    afterwards                      A A A A A A A A b b     and     a a B B B B B B B B
-
-Ranks that were halved again and again are left with what the last cut could not do: a row of tiles of a long document
-is some percent of a rank's work. Another rank mostly has rows with a little less.
+Work is counted in whole tenths of tiles here: sums are exact, and so the same on every machine. No step loops over
+documents; each depth takes some hundred calls of numpy.
 """
 
 from __future__ import annotations
@@ -73,7 +51,14 @@ def part_work(slices: Slices, i: Int, x: Int, seen: SeenKeys) -> Float:
 
 
 class SliceLines:
-    """Slices one behind another. Args: seen: what attention sees."""
+    """Slices one behind another, of several groups line behind line: positions and work of many cuts at once.
+
+        slices      size 5, work 10    size 2, work 1
+        bounds      0                  5                7
+        before      0                  10               11        work before each bound; `work(x)` between them
+
+    Args: seen: what attention sees.
+    """
 
     def __init__(self, slices: Slices, seen: SeenKeys) -> None:
         self.slices, self._seen = slices, seen
@@ -201,7 +186,20 @@ def share_out_by_halves(
 ) -> tuple[Slices, Int]:
     """(slices, owner): what all ranks get, (N,) int64 the rank of each slice; every rank gets its quota of tokens.
 
-    Several ways are gone at once, in little more time than one: rank r of way w owns as rank P w + r.
+    Nodes come before the ranks of a node, so documents stay in one half, and in one node, while their work allows. The
+    slices of a group are shared out so that both halves have their tokens, and the same work per token:
+
+    1. Slices with most work go whole to the half that misses most work, while both halves can still be filled up.
+       Of one with too much work for both, one half gets the end, as much as it can do, and the other the rest.
+    2. All others stand in a line, from those with least work per token to those with most. One half gets a run of
+       it, the other one all else:
+
+           line       sparse . . . . [ run ) . . . . . . . . . . . . . dense
+
+       Where the run starts decides how much work it does. Only its two ends cut slices.
+
+    A single causal document is cut into a zigzag. Several ways are gone at once, in little more time than one: rank r
+    of way w owns as rank P w + r.
 
     Args:
         slices: what there is to share.
@@ -546,6 +544,14 @@ def even_pairs(
 ) -> tuple[Slices, Int]:
     """(slices, owner) with less work for the place that has most, where that can be had; partners share a node. Each
     rank keeps its number of tokens.
+
+    Ranks that were halved again and again are left with what the last cut could not do: a row of tiles of a long
+    document is some percent of a rank's work. Another rank mostly has rows with a little less. So pairs of ranks, one
+    with much and one with little work, swap ends of slices, as many tokens each:
+
+        rank with 1.08 of the mean      A A A A A A A A|a a     its dense end, two rows of tiles of a long document
+        rank with 0.94                  b b|B B B B B B B B     for a sparse head, two rows of another one
+        afterwards                      A A A A A A A A b b     and     a a B B B B B B B B
 
     Args: as of `share_out_by_halves`, and what it returns, with the quotas of all its ways; work in tenths of tiles.
         inner: ranks of a place, between which work need not be even; it divides `node_size`.

@@ -1,18 +1,5 @@
-"""Sharing out documents whole, where none is too long for a rank: balance then needs no cut.
-
-Ranks swap documents until each has nearly its tokens and its work. A rank with tokens too many gives the head of one
-document away, which does little work, and receives no more than that head's keys:
-
-    rank 0    A A A A A A A A  B B B B          two tokens too many
-    rank 1    C C C C C C  D D D   + B B        receives nothing; rank 0 receives the keys of these two
-
-Slices of documents: what is cut and shared out while a layout is searched for.
-
-    documents        A A A A A A A A B B B
-    two slices       . . A A A A A . . . .      start 2, size 5, first 2 of a document of 8
-                     . . . . . . . . . B B      start 9, size 2, first 1 of a document of 3
-
-Slices of one document that touch on one rank are one piece of its schedule in the end.
+"""Slices of documents (`Slices`), which are cut and shared out while a layout is searched for, and the simplest way to
+do so: whole, where none is too long for a rank (`share_out_whole`).
 """
 
 from __future__ import annotations
@@ -33,6 +20,12 @@ from cp_rewrite.planning.sections import sections_of
 @dataclass(frozen=True, eq=False)
 class Slices:
     """N slices: slice i is tokens [start, start + size) of the row, from token `first` of its document on.
+
+        documents        A A A A A A A A B B B
+        two slices       . . A A A A A . . . .      start 2, size 5, first 2 of a document of 8
+                         . . . . . . . . . B B      start 9, size 2, first 1 of a document of 3
+
+    Slices of one document that touch on one rank are one piece of its schedule in the end.
 
     Args:
         table: (5, N) int64: start, size, length of the document, first, and 1 where all queries see its last key (a
@@ -133,6 +126,13 @@ _NEAR_TOKENS, _NEAR_WORK = 32, 0.004
 
 def share_out_whole(slices: Slices, quotas: Sequence[int]) -> list[Slices] | None:
     """The share of each rank: whole slices, but for heads that are given away; work is as equal as it was found.
+    Balance then needs no cut.
+
+    Ranks swap documents until each has nearly its tokens and its work. A rank with tokens too many gives the head of
+    one document away, which does little work, and receives no more than that head's keys:
+
+        rank 0    A A A A A A A A  B B B B          two tokens too many
+        rank 1    C C C C C C  D D D   + B B        receives nothing; rank 0 receives the keys of these two
 
     Args:
         slices: what there is to share.

@@ -1,17 +1,8 @@
-"""The route of an all-to-all: only rows that some piece of another rank reads travel, each once to each rank.
+"""Routes by collectives: of an all-gather, which serves one rank alone too, and of an all-to-all of the rows that are
+needed.
 
-rank 0 has rows 0 1 2 3, rank 1 reads 1 2, and 2 once more
-
-rank 0      send_rows 1 2      splits 0 2 sent, 0 0 received
-rank 1      received 1 2       behind its own 4 rows: positions 4 5      kv_rows 4 5 5
-back        rank 1 sums expanded rows 1 and 2 into position 5, and sends the sums of 4 and 5 home
-
-The route of an all-gather: every rank gets all rows, and expands those that its pieces read.
-
-    2 ranks with 2 rows each      gathered rows   0 1 | 2 3
-    rank 1's pieces read          1 2 3 and 3     kv_rows 1 2 3 3      sums: row 1 of 0, row 2 of 1, row 3 of 2 and 3
-
-The same tables serve one rank alone, which gathers nothing.
+    ALL_GATHER, LOCAL    every rank gets all rows, and expands those that its pieces read
+    NEEDED               only rows that some piece of another rank reads travel, each once to each rank
 """
 
 from __future__ import annotations
@@ -32,6 +23,9 @@ from .route import Arrays, Cost, Route, filled, row_index
 def gathered_route(schedule: Schedule, rank: int) -> Arrays:
     """The tables of one rank. P ranks, R local rows, E expanded rows.
 
+    2 ranks with 2 rows each      gathered rows   0 1 | 2 3
+    rank 1's pieces read          1 2 3 and 3     kv_rows 1 2 3 3      sums: row 1 of 0, row 2 of 1, row 3 of 2 and 3
+
     Returns:
         kv_rows: (E,) int32 into the P R gathered rows: owner R + local row.
         sum_ptr (P R + 1,), sum_rows: int32, the expanded rows that contribute to each gathered row, see
@@ -44,7 +38,7 @@ def gathered_route(schedule: Schedule, rank: int) -> Arrays:
 
 
 def local_route(schedule: Schedule, rank: int) -> Arrays:
-    """The same for one rank.
+    """The same for one rank, which gathers nothing.
 
     Raises:
         ValueError: there are more ranks.
@@ -83,6 +77,12 @@ ALL_GATHER = Route(
 
 def needed_route(schedule: Schedule, rank: int) -> Arrays:
     """The tables of one rank. P ranks, R local rows, E expanded rows, S rows sent, V rows received.
+
+        rank 0 has rows 0 1 2 3, rank 1 reads 1 2, and 2 once more
+
+        rank 0      send_rows 1 2      splits 0 2 sent, 0 0 received
+        rank 1      received 1 2       behind its own 4 rows: positions 4 5      kv_rows 4 5 5
+        back        rank 1 sums expanded rows 1 and 2 into position 5, and sends the sums of 4 and 5 home
 
     Returns:
         kv_rows: (E,) int32 into cat(R local rows, V received rows by source).

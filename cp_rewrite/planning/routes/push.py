@@ -1,4 +1,10 @@
-"""The route of `push`: what `needed` moves, without messages, inside one NVLink domain.
+"""The route of `push`: what `needed` moves, without messages, inside one NVLink domain; and how it overlaps with the
+kernel.
+
+    choose_cut                       where a rank's entries are cut in two parts, so that rows arrive while the kernel
+                                     works, and which keys are read in place
+    forward_stages, backward_stages  in how many stages of heads rows travel beside the kernel
+    push_route, PUSH                 the tables
 
 A rank writes its rows straight into the expanded rows of all ranks that read them, its own among them; afterwards it
 reads the gradients there, and sums them.
@@ -6,25 +12,7 @@ reads the gradients there, and sums them.
     written in this order     own rows   | rows that early parts await | other rows
     by                        the reader | peers                       | peers
 
-Where a push cuts a rank's entries in two parts, so that rows arrive while the kernel works, and which keys are read
-in place.
-
-    entries of a rank     document 1 | document 2 | end of document 3
-    their keys            own rows, side by side  | own rows and peers'
-    cut                                           ^ the early part is in place, the late one's rows arrive beside it
-
-Keys are read in place where they lie side by side in the rank's own rows, and their gradients written there.
-
-In how many stages of heads rows travel beside the kernel, under `push`.
-
-Heads are independent: while the kernel works on those of one stage, those of the next arrive, and gradients of the one
-before go home. The first stage waits for its rows, the last one's gradients for their way.
-
-    link      rows 0 | rows 1 | rows 2                | gradients 0 | gradients 1          | gradients 2
-    kernel             stage 0 | stage 1      | stage 2                                …
-
-What a stage costs is a launch and its tail, so little data travels in one stage. Only speed depends on the numbers
-here, but all ranks must find the same stages.
+Only speed depends on the numbers here, but all ranks must find the same stages.
 """
 
 from __future__ import annotations
@@ -93,7 +81,14 @@ class PushCut:
 
 
 def choose_cut(schedule: Schedule, rank: int) -> PushCut:
-    """The cut before or after the entries whose keys are read in place, or, where these are few, between two pieces."""
+    """The cut before or after the entries whose keys are read in place, or, where these are few, between two pieces.
+
+    entries of a rank     document 1 | document 2 | end of document 3
+    their keys            own rows, side by side  | own rows and peers'
+    cut                                           ^ the early part is in place, the late one's rows arrive beside it
+
+    Keys are read in place where they lie side by side in the rank's own rows, and their gradients written there.
+    """
     mine = slice(*schedule.piece_bounds[rank : rank + 2])
     runs = schedule.runs.take(schedule.runs.reader == rank)
     coming = runs.take(runs.owner != rank)
@@ -188,7 +183,16 @@ class Shape(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def forward_stages(loads: tuple[StageLoad, ...], shape: Shape) -> tuple[int, ...]:
-    """Key heads of each stage of a forward. Args: loads: of all ranks."""
+    """Key heads of each stage of a forward. Args: loads: of all ranks.
+
+    Heads are independent: while the kernel works on those of one stage, those of the next arrive, and gradients of the
+    one before go home. The first stage waits for its rows, the last one's gradients for their way.
+
+        link      rows 0 | rows 1 | rows 2                | gradients 0 | gradients 1          | gradients 2
+        kernel             stage 0 | stage 1      | stage 2                                …
+
+    What a stage costs is a launch and its tail, so little data travels in one stage.
+    """
     return _best(PUSH_SHARES, shape, lambda sizes: max(forward_seconds(load, shape, sizes) for load in loads))
 
 

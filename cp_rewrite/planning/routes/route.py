@@ -1,6 +1,8 @@
-"""Routes: the tensors that the ops of one exchange read, and the functions that make them of a schedule.
+"""Routes: the tensors that the ops of one exchange read, and the functions that make them of a schedule, in the sizes
+of the batch or of a `Capacity`.
 
-Kernel tables in the sizes of a `Capacity`, for steps that replay as one CUDA graph. `Route.fixed` makes routes.
+`Route` is what an exchange registers, with its `Cost`. `fixed_tables` makes kernel tables in the sizes of a `Capacity`,
+for steps that replay as one CUDA graph; `Route.fixed` makes routes so.
 """
 
 from __future__ import annotations
