@@ -1,17 +1,11 @@
 """Checks of a graph as a whole, before the rules are asked and after the rewrite.
 
-Refuse graphs that are parts of a function, for nothing is known of what runs between them; and a checkpointed block
-that reads an input which the model writes behind it, or which the block writes itself.
-
-y = checkpoint(route, x, bias)     one process computes the block again in the backward, with a bias that it has
-bias.add_(step)                    changed since: its gradients are none of its forward's
-
-Refuse attention that sees more than the packing tells apart: no mask came into it, or one of documents for trees.
-
-Refuse blocks that decide by the number of tokens: compiled one by one, they are traced on a shard. A whole model is
-traced on inputs that look as long as the row (`batch/as_row.py`), and decides for it.
-
-Check a rewritten graph before anything compiles it.
+check_documents             attention that sees more than the packing tells apart
+verify_graph                a rewritten graph, before anything compiles it
+check_frame                 graphs that are parts of a function
+check_checkpoints           checkpointed blocks that read, or write, what the model writes
+check_size_conditions,      what blocks that are compiled by themselves decide by the number of tokens
+guard_size_conditions
 """
 
 from __future__ import annotations
@@ -76,7 +70,9 @@ class Unmasked:
 
 
 def check_documents(state: State) -> State:
-    """Attention must keep the documents of this batch apart; with a capacity, those of any: its steps are replayed."""
+    """Attention must keep the documents of this batch apart; with a capacity, those of any: its steps are replayed.
+    Refused is attention that no mask came into, or one of documents for trees.
+    """
     found = Unmasked.of(state)
     captured = state.sharding.capacity is not None
     against = (*found.rows, *found.trees) if captured else found.against(state.plan.plan)
@@ -118,7 +114,7 @@ def _facts(value: Tensor) -> tuple[torch.dtype, torch.device, int, tuple[int | s
 
 
 def check_frame(state: State) -> State:
-    """A graph must begin and end where the compiled function does.
+    """A graph must begin and end where the compiled function does: nothing is known of what runs between parts of one.
 
     What Python computes at a graph break, from tokens perhaps, comes back as a tensor that looks like any argument, or
     as a number that Dynamo takes for a constant.
@@ -137,7 +133,12 @@ _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 
 
 def check_checkpoints(state: State) -> State:
-    """Refuse a change of a graph's input that a checkpointed block reads, before the block is computed again."""
+    """Refuse a change of a graph's input that a checkpointed block reads, before the block is computed again; the
+    change may stand behind the block, or be the block's own.
+
+        y = checkpoint(route, x, bias)     one process computes the block again in the backward, with a bias that it has
+        bias.add_(step)                    changed since: its gradients are none of its forward's
+    """
     if not torch.is_grad_enabled():
         return state
     graph, read, found = state.graph_module.graph, dict[int, fx.Node](), list[Refusal]()
@@ -188,7 +189,9 @@ _CHUNKS = (
 
 
 def check_size_conditions(state: State) -> State:
-    """Every condition on a rank's token count that Dynamo recorded must hold for the whole row as well.
+    """Every condition on a rank's token count that Dynamo recorded must hold for the whole row as well: blocks that are
+    compiled one by one are traced on a shard. A whole model is traced on inputs that look as long as the row
+    (`batch/as_row.py`), and decides for it.
 
     Runs before any pass puts guards of its own on sizes.
     """

@@ -1,21 +1,13 @@
-"""Exchange what keys and values are computed from, where that is narrower and takes less time. Pure: equal on all
-ranks.
+"""Exchange what keys and values are computed from, where that is narrower and takes less time.
 
-The cheapest tensors to exchange on the way to keys and values: a minimal cut.
+c_kv (576) ─ split ─┬─ norm (512) ─ up-projection (32768) ─┬─ k_nope ── k (24576)
+                    └─ rope (64) ─ expand (8192) ──────────┼───────────┘
+                                                           └─ v (16384)
 
-    c_kv (576) ─ split ─┬─ norm (512) ─ up-projection (32768) ─┬─ k_nope ── k (24576)
-                        └─ rope (64) ─ expand (8192) ──────────┼───────────┘
-                                                               └─ v (16384)
-
-A tensor costs what it takes to exchange it, a node behind the cut what it takes to run it on the rows that came. All
-that a node behind the cut reads is behind it too, or travels. Of cuts that cost the same the one nearest to attention
-is taken.
-
-The way to keys and values: which of its nodes give of the rows of any tokens what they give of this rank's.
-
-The locality check has shown that nothing but attention mixes tokens. So a node behind it makes of exchanged rows what
-their owner made of them, if it reads rows of tokens and what all ranks have, and nothing else: no count of tokens but
-as a size, no positions, no random numbers, nothing that is made whole.
+Step, GraphOrder, ReadWay   the way to keys and values: which nodes make of any tokens' rows what they make of a
+                            rank's own
+Costs, find_cut             the cheapest tensors to exchange on it: a minimal cut
+move_exchanges              the pass. It is pure: equal on all ranks
 """
 
 from __future__ import annotations
@@ -102,7 +94,12 @@ class GraphOrder:
 
 
 class ReadWay:
-    """Steps on the way to some nodes of one graph.
+    """Steps on the way to some nodes of one graph: which of them give of the rows of any tokens what they give of this
+    rank's.
+
+    The locality check has shown that nothing but attention mixes tokens. So a node behind it makes of exchanged rows
+    what their owner made of them, if it reads rows of tokens and what all ranks have, and nothing else: no count of
+    tokens but as a size, no positions, no random numbers, nothing that is made whole.
 
     Args:
         end: the attention node. order: its graph's. states: what the locality check knows of each node. changed: nodes
@@ -243,7 +240,12 @@ class Costs:
 
 
 def find_cut(site: Site, way: ReadWay, costs: Costs) -> Cut | None:
-    """The cheapest cut before a site's keys and values; None: at these themselves."""
+    """The cheapest cut before a site's keys and values; None: at these themselves.
+
+    A tensor costs what it takes to exchange it, a node behind the cut what it takes to run it on the rows that came.
+    All that a node behind the cut reads is behind it too, or travels. Of cuts that cost the same the one nearest to
+    attention is taken.
+    """
     wanted = [site.key, site.value]
     steps = nodes_before(way, wanted)
     if any(way.rows_of(node) is None for node in wanted):

@@ -3,13 +3,8 @@
     h (2 KB) ── linear ── logits (256 KB) ── float (512 KB) ── cross_entropy (a sum: 0)
     labels (8 B) ─────────────────────────────────┘
 
-Both ends are minimal cuts: a tensor that crosses costs its bytes a row, once, however many read it.
-
-Kinds of nodes of a rewritten graph, by a rank's rows: made of them one by one, a sum over them, or neither.
-
-The proof of locality cuts a row over ranks; tiles cut a rank's rows in the same way. So the same rules say which nodes
-may run tile by tile: those that give rows of rows, or sums over rows that add up, with nothing inserted for it. All
-others, attention and what travels among them, are barriers: what they give was proven when the whole graph was.
+`Rowwise` says of each node whether it may run on some of the rows. `find_regions` and `way_to` find regions: both ends
+are minimal cuts. A tensor that crosses costs its bytes a row, once, however many read it.
 """
 
 from __future__ import annotations
@@ -50,8 +45,14 @@ from .values.state import State
 
 
 class Rowwise:
-    """Facts of one graph, the root or the body of a region. `states`: of each node. `alone`: nodes that may
-    run on some of the rows. `modes`, `place`: of each node in the graph. `again`: the backward computes it once more.
+    """Facts of one graph, the root or the body of a region, by a rank's rows: which nodes are made of them one by one,
+    are sums over them, or neither. `states`: of each node. `alone`: nodes that may run on some of the rows. `modes`,
+    `place`: of each node in the graph. `again`: the backward computes it once more.
+
+    The proof of locality cuts a row over ranks; tiles cut a rank's rows in the same way. So the same rules say which
+    nodes may run tile by tile: those that give rows of rows, or sums over rows that add up, with nothing inserted for
+    it. All others, attention and what travels among them, are barriers: what they give was proven when the whole graph
+    was.
     """
 
     def __init__(

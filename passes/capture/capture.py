@@ -1,14 +1,10 @@
-"""Take a graph from Dynamo: a copy, with those of its nested regions, that passes may change.
+"""Take a graph from Dynamo: a copy, with those of its nested regions, that passes may change, in nodes that they know.
 
-flash-attn's operators, and its autograd functions written as the operators that they call.
-
-flash-attn (2 and 3, and builds of them in other namespaces) calls its operator inside of a `torch.autograd.Function`,
-which is a node with two graphs. In its place stand the nodes of the forward: head dims padded to what kernels take, the
-operator, and its output cut back. Their derivative is the Function's where its backward is the same operator's.
-
-`nn.MultiheadAttention` written as projections around `scaled_dot_product_attention`.
-
-It joins both in one function, `multi_head_attention_forward`. Its masks hide keys where they are true.
+part_flash_attn        flash-attn's autograd functions become the operators that they call
+part_multihead         `nn.MultiheadAttention` becomes projections around `scaled_dot_product_attention`
+capture                the copy, and the `State` that passes hand on
+decide_bounds, …       sizes and numbers that are those of this batch; views, sizes and masks that regions are given
+copied, for_eager      copies of a graph with its regions
 """
 
 from __future__ import annotations
@@ -86,7 +82,13 @@ def is_flash_attn(node: fx.Node, direction: str = "forward") -> bool:
 
 
 def part_flash_attn(gm: fx.GraphModule) -> None:
-    """Put the operator in the place of each such Function of a graph and of its nested regions."""
+    """Put the operator in the place of each function of flash-attn, of a graph and of its nested regions.
+
+    flash-attn (2 and 3, and builds of them in other namespaces) calls its operator inside of a
+    `torch.autograd.Function`, which is a node with two graphs. In its place stand the nodes of the forward: head dims
+    padded to what kernels take, the operator, and its output cut back. Their derivative is the Function's where its
+    backward is the same operator's.
+    """
     mode = fake_mode_of(gm.graph.nodes)
     for module in graph_modules(gm) if mode is not None else ():
         for node in [*module.graph.nodes]:
@@ -141,8 +143,10 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def part_multihead(gm: fx.GraphModule) -> None:
-    """Rewrite such nodes in a graph and its nested regions, but those whose weights something reads, and those under
-    autocast, whose dtypes are not known here."""
+    """Rewrite nodes of `multi_head_attention_forward`, in which `nn.MultiheadAttention` joins projections and
+    attention, in a graph and its nested regions: but those whose weights something reads, and those under autocast,
+    whose dtypes are not known here. Masks of such a node hide keys where they are true.
+    """
     mode = fake_mode_of(gm.graph.nodes)
     for module in graph_modules(gm) if mode is not None else ():
         for node in module.graph.find_nodes(op="call_function", target=F.multi_head_attention_forward):

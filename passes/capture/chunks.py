@@ -1,9 +1,4 @@
-"""Nodes that work on chunks of tokens: which of them do the same with each chunk, and where chunks meet.
-
-x, y = h.chunk(2, dim=1)
-s = head(x).sum() + head(y).sum()        keys: chunk, head, sum; `s` is the end of the last
-
-Loops over chunks of tokens that treat all chunks alike, as one run over all of them.
+"""Loops over chunks of tokens that treat all chunks alike, as one run over all of them.
 
     for x, y in zip(logits.chunk(8, dim=1), labels.chunk(8, dim=1)):
         total = total + cross_entropy(x, y, reduction="sum")          ->     cross_entropy(logits, labels, …)
@@ -15,12 +10,10 @@ Both are the same where every joined node gives rows, each made of its own token
 over tokens. Joined nodes, also of nested regions, are marked for the locality check, which proves
 that or refuses them.
 
-Chunks of tokens that nested regions work on, as a loss that is checkpointed chunk by chunk:
-
-    for x, y in zip(h.chunk(8, dim=1), labels.chunk(8, dim=1)):
-        total = total + checkpoint(part, x, y)                        ->     checkpoint(part, h, labels)
-
-Dynamo captures a body for each chunk. Where all of them compute alike, a copy of one runs on all chunks.
+    Bodies, call_on_all          bodies of nested regions that work on chunks
+    Chunks, OfChunk, End, Cut    which nodes do the same with each chunk, and where chunks meet
+    join_chunks, _Joiner         the change
+    loops_left                   loops that are not joined
 """
 
 from __future__ import annotations
@@ -106,7 +99,13 @@ def call_on_all(
     mode: FakeTensorMode,
     chunks: int,
 ) -> fx.Node:
-    """A call of a copy of a region's body, in front of a node, on operands of all chunks.
+    """A call of a copy of a region's body, in front of a node, on operands of all chunks, as of a loss that is
+    checkpointed chunk by chunk.
+
+        for x, y in zip(h.chunk(8, dim=1), labels.chunk(8, dim=1)):
+            total = total + checkpoint(part, x, y)                        ->     checkpoint(part, h, labels)
+
+    Dynamo captures a body for each chunk. Where all of them compute alike, a copy of one runs on all chunks.
 
     Args:
         operands: in the place of `call.operands`. of_chunk: which of these are computed of one chunk.
@@ -200,6 +199,9 @@ class Cut:
 @dataclass
 class Chunks:
     """Nodes by what they compute of chunks.
+
+        x, y = h.chunk(2, dim=1)
+        s = head(x).sum() + head(y).sum()        keys: chunk, head, sum; `s` is the end of the last
 
     symbols: of the number of tokens -> one of them, since they will be one. sources: by keys of chunks, what was cut.
     numbers: by keys of `x * i`, the number of each chunk. unfit: keys of what can't be done with all chunks at once.
@@ -431,7 +433,7 @@ CUTS = ("chunk", "split", "tensor_split")
 
 
 def join_chunks(gm: fx.GraphModule, counts: Collection[Any], kept: Collection[fx.Node]) -> bool:
-    """Join such loops of a graph; returns whether there were any.
+    """Join loops over chunks of tokens in a graph; returns whether there were any.
 
     Args:
         counts: the number of tokens, in as many symbols as there are. kept: nodes that are read beside the graph.

@@ -1,34 +1,11 @@
-"""Writes at places of the row as choices, token by token, of a new value or the old one.
+"""Writes to some entries of a tensor as choices, token by token; and nodes that move tokens and do more at once, in
+parts.
 
-h[:, 0] = y              h.copy_(where(arange(T)[:, None] == 0, y[:, None], h))
-h[:, 1:] += h[:, :-1]    h.copy_(where(arange(T)[:, None] >= 1, h + pad(h[:, :-1], by one in front), h))
-
-Those are writes into tensors with one dim of T. What is written where a mask is true needs no place:
-
-y[ids == PAD] = -100     y.masked_fill(ids == PAD, -100)
-
-Where all that reads the memory later reads the very tensor, what it reads is the new one, and nothing is written: so a
-write may read what it writes over, and what is written into may be a shifted copy. Whole numbers that come near
-attention are left as they are: the pass that reads masks reads these writes.
-
-Writes into all of a tensor, or where a mask is true, as the tensor that later nodes read.
-
-y[m] = -100              y.masked_fill(m, -100)
-y[:, :-1][m] = -100      y[:, :-1] = y[:, :-1].masked_fill(m, -100)
-h[:, 1:].mul_(3)         h[:, 1:] *= 3
-u = h[:, 1:]; u[:] = y   h[:, 1:] = y
-h.masked_scatter(m, x)   where(m, x[place], h)
-
-Nodes that move tokens and do more at once become nodes that each do one of both.
-
-x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
-x[:, 1:, :4]                x[:, :, :4], and of that [:, 1:]
-x.split(T, 1)[0]            x
-x.diff(dim=1)               x[:, 1:] - x[:, :-1]
-x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
-arange(1, T + 1)            arange(T), and of that + 1
-arange(T - 1, -1, -1)       arange(T), and of that * -1 + (T - 1)
-repeat_interleave(x, n)     x[bucketize(arange(T), n.cumsum(0), right=True)], where n are of T tokens
+    view_write, mask_write    writes by views and masks, brought into writes at places or by a mask
+    replace_written           a tensor in the place of one that was written into
+    part_masked_scatter       rows that are put in the place of some tokens, one after another
+    part_moves                nodes that move tokens and do more
+    place_writes              writes at places of the row
 """
 
 from __future__ import annotations
@@ -63,7 +40,11 @@ _ENTRYWISE = ("abs_", "clamp_", "exp_", "neg_", "relu_", "sigmoid_", "sqrt_", "t
 
 
 def view_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node:
-    """Bring a write into some entries of a tensor, by a view that nothing reads later, into one at their places."""
+    """Bring a write into some entries of a tensor, by a view that nothing reads later, into one at their places.
+
+    h[:, 1:].mul_(3)         h[:, 1:] *= 3
+    u = h[:, 1:]; u[:] = y   h[:, 1:] = y
+    """
     target, given = _OPERATORS.get(str(node.target), node.target), node.args
     joined, index = target in _OPERATORS.values(), _ALL
     if target is operator.setitem:
@@ -89,7 +70,12 @@ def view_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node:
 
 
 def mask_write(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
-    """Bring a write by a mask into a node that writes nothing; what is left to write, at places perhaps, or None."""
+    """Bring a write by a mask into a node that writes nothing; what is left to write, at places perhaps, or None.
+
+    y[m] = -100              y.masked_fill(m, -100)
+    y[:, :-1][m] = -100      y[:, :-1] = y[:, :-1].masked_fill(m, -100)
+    h.masked_scatter(m, x)   where(m, x[place], h)
+    """
     given: Any = node.args
     if node.target is operator.setitem:
         x, mask, value = given
@@ -288,7 +274,20 @@ _New = Callable[..., fx.Node]
 
 
 def part_moves(gm: fx.GraphModule, counts: Collection[Any]) -> None:
-    """Do so in a graph and its nested regions. counts: the number of tokens, in all its symbols."""
+    """Let nodes that move tokens and do more at once become nodes that each do one of both, in a graph and its nested
+    regions.
+
+        x[:, 1:, None]              x[:, 1:], and of that [:, :, None]
+        x[:, 1:, :4]                x[:, :, :4], and of that [:, 1:]
+        x.split(T, 1)[0]            x
+        x.diff(dim=1)               x[:, 1:] - x[:, :-1]
+        x.unfold(1, 3, 1)           stack([x[:, :-2], x[:, 1:-1], x[:, 2:]], -1)
+        arange(1, T + 1)            arange(T), and of that + 1
+        arange(T - 1, -1, -1)       arange(T), and of that * -1 + (T - 1)
+        repeat_interleave(x, n)     x[bucketize(arange(T), n.cumsum(0), right=True)], where n are of T tokens
+
+    counts: the number of tokens, in all its symbols.
+    """
     mode = fake_mode_of(gm.graph.nodes)
     if mode is None:
         return
@@ -439,7 +438,22 @@ _OUT_OF_PLACE = {
 
 
 def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
-    """Rewrite those of a graph and its nested regions. counts: the number of tokens, in all its symbols."""
+    """Rewrite writes at places of the row as choices, token by token, of a new value or the old one, in a graph and its
+    nested regions.
+
+        h[:, 0] = y              h.copy_(where(arange(T)[:, None] == 0, y[:, None], h))
+        h[:, 1:] += h[:, :-1]    h.copy_(where(arange(T)[:, None] >= 1, h + pad(h[:, :-1], by one in front), h))
+
+    Those are writes into tensors with one dim of T. What is written where a mask is true needs no place:
+
+        y[ids == PAD] = -100     y.masked_fill(ids == PAD, -100)
+
+    Where all that reads the memory later reads the very tensor, what it reads is the new one, and nothing is written:
+    so a write may read what it writes over, and what is written into may be a shifted copy. Whole numbers that come
+    near attention are left as they are: the pass that reads masks reads these writes.
+
+    counts: the number of tokens, in all its symbols.
+    """
     mode = fake_mode_of(gm.graph.nodes)
     if mode is None:
         return
@@ -453,7 +467,7 @@ def place_writes(gm: fx.GraphModule, counts: Collection[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Write:
-    """One of them.
+    """A write at places of the row.
 
     Args:
         node: that writes. x: what it writes into. value: what. index: of each dim of `x`. dim: of the tokens.

@@ -1,11 +1,15 @@
-"""Private parts of Dynamo that say what the function does from which a graph is captured: the frame.
+"""Private parts of Dynamo and of flex_attention that the passes use.
 
-Private parts of Dynamo and of flex_attention that the passes use.
+    source_of, is_of_module, …     where Dynamo read an input of a graph
+    unwrapped                      errors that reach the caller as they are
+    inner_mode, fake_input         fake tensors of the inner compiler
+    FlexBlocks                     the parts of a block mask
+    break_reason, frame_values,    the frame: what the function does from which a graph is captured
+    ends_of, written_objects, …
+    first_difference               where two graphs that Dynamo made differ
 
 Read in torch 2.11 to 2.15, which agree in all of it unless a comment says otherwise. What is not Dynamo's is in
 `torch_internals.py`; tests are in `tests/passes/test_dynamo_internals.py`.
-
-Compare two graphs that Dynamo made.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Facts that passes ask of a node: its op, its value, its arguments, numbers that the graph fixes, what it reads.
+"""Facts that passes ask of a graph, its nested regions and its nodes.
 
-A graph and its nested regions: which node runs which, and where a value inside a region comes from.
+    Scope, region_call, resolve    which node runs which region, and where a value inside a region comes from
+    graph_modules, give_body, …    regions' graphs, and changes of them
+    modes_of                       which modes are open where nodes run: autocast, and whether gradients are recorded
+    shape_of, bind, op_name, …     a node's value, arguments, op, the numbers that the graph fixes, what it reads
 
 A region is the body of a checkpoint or of a nested compile region: it is run once, on the operands of its call. Other
 ways to run a nested graph (`cond`, `scan`, `map`) are no regions: nothing inside them is read or rewritten, and a graph
 in which one of them matters is refused.
-
-Which modes are open where the nodes of a graph run: autocast, and whether gradients are recorded.
 """
 
 from __future__ import annotations

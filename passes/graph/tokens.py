@@ -1,10 +1,8 @@
-"""The token axis: which inputs of a graph carry tokens, in which dim, and what counts them.
+"""The inputs of a graph as the annotation sees them: their arguments' names, and the token axis: which of them carry
+tokens, in which dim, and what counts them.
 
-input_ids      (B, T)       tokens at dim 1, rows at dim 0
-hidden_states  (B, T, C)    the same
-cu_seqlens     (N + 1,)     global: no token axis
-
-Which argument of the user's function each placeholder of a Dynamo graph is.
+    argument_names, …         which argument of the user's function each placeholder of a Dynamo graph is
+    TokenInput, TokenAxis     the token axis
 """
 
 from __future__ import annotations
@@ -153,6 +151,10 @@ class TokenInput:
 @dataclass(frozen=True)
 class TokenAxis:
     """A graph's inputs, as the annotation describes them.
+
+        input_ids      (B, T)       tokens at dim 1, rows at dim 0
+        hidden_states  (B, T, C)    the same
+        cu_seqlens     (N + 1,)     global: no token axis
 
     Sizes are asked of the graph's fake tensors each time: a guard that was put meanwhile makes two symbols one.
 

@@ -1,8 +1,8 @@
 """One ATen op as locality rules see it: its arguments by name, and the states of its tensors.
 
-Facts about the node of the graph that runs, and events of its ops: rules read the ones and write the others.
-
-Advice about an op that mixes tokens: it depends on what the op is for.
+Events, NodeFacts    events of a node's ops, which rules write, and facts about the node, which they read
+advice               words about an op that mixes tokens, by what the op is for
+Call                 the op, and checks that rules share
 """
 
 from __future__ import annotations

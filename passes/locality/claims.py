@@ -10,10 +10,12 @@ Every claim compares a rank's tensor `x_l` with the tensor `x` of the one-proces
     Owned(group)   x_l holds some of x's entries in dim 0, each rank of the group others: of weights of experts
     UNKNOWN        a refusal stands before it; nothing more is said about it
 
-The dims of a tensor, by the axes that they count: tokens, rows of the batch, both, or neither.
+Before them stands what they are made of:
 
-Sizes of the axes in one graph, the dims that follow from sizes, and numbers that are made from the token count:
-T - 1, T // 2, 1 / T, max(T, 8).
+    Dim, Dims, broadcast    the dims of a tensor, by the axes that they count: tokens, rows of the batch, both, or
+                            neither
+    Extents, regroup        sizes of the axes in one graph, and the dims that follow from sizes
+    of_row                  numbers that are made from the token count: T - 1, T // 2, 1 / T, max(T, 8)
 """
 
 from __future__ import annotations

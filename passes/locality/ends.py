@@ -1,8 +1,9 @@
-"""Checks of what a graph returns, and of what outlives its call.
+"""Both ends of the locality check: a graph's inputs by the annotation, and its outputs, with what is found in between.
 
-A graph's inputs by the annotation: how long the axes are, and where each input has them.
-
-Findings of the locality check, while it walks and in the end.
+read_extents, input_state    how long the axes are, and where each input has them
+why_static                   the refusal of a token count that is a constant
+Findings                     findings while nodes are walked, and in the end
+Outputs                      checks of what a graph returns, and of what outlives its call
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class Findings:
 
 
 class Outputs:
-    """Checks them, once all nodes are walked."""
+    """Checks of outputs and of values that outlive the call, once all nodes are walked."""
 
     def __init__(self, runner: NodeRunner, resolver: Resolver, findings: Findings) -> None:
         self.facts, self.extents, self.env = runner.facts, runner.facts.extents, runner.env

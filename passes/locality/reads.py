@@ -1,10 +1,11 @@
-"""Where moved tokens are read: the rows that a rank lacks are fetched there, if that can be done.
+"""Reads of moved tokens: the rows that a rank lacks are fetched where moved tokens are read, if that can be done.
 
     a = x[:, :-1]              Moved: nothing is done
     b = cat([zero, a], 1)      Moved
     c = h + b                  reads b: row p of b is made of row p - 1 of x, and b is replaced
 
-Where it can't be done, the nodes that moved tokens are walked again, as ops that are not the same on a shard.
+Where it can't be done, the nodes that moved tokens are walked again, as ops that are not the same on a shard. Behind
+`Reads` stand tensors of fewer tokens than the row (`fewer_of`, `why_not_kept`).
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def fewer_of(state: Any) -> int:
 
 
 def why_not_kept(node: fx.Node, states: Any, env: Mapping[fx.Node, Any], tokens: TokenAxis) -> str | None:
-    """Why a node that makes such tensors, or reads them, can't run on all rows."""
+    """Why a node that makes tensors of fewer tokens than the row, or reads them, can't run on all rows."""
     operands = [n for n in node.all_input_nodes if fewer_of(env.get(n))]
     if not operands and not fewer_of(states):
         return None

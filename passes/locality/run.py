@@ -1,6 +1,7 @@
-"""Run one node of a Dynamo graph on its fake inputs under the trace. Nodes that look alike (layers) are run once.
+"""One node of a Dynamo graph, run on its fake inputs while the ATen ops below it are watched.
 
-Watch the ATen ops that run below one node of a Dynamo graph, and say of each result what is known of it.
+`Trace` says of each op's results what is known of them, and of what an op writes into; `NodeRunner` runs nodes under
+it, those that look alike (layers) once.
 """
 
 from __future__ import annotations

@@ -1,26 +1,20 @@
 """Token locality: prove that nothing outside attention mixes tokens, so that a shard computes what the whole would.
 
     walk           the nodes of a Dynamo graph, and of the nested regions in it
-      node/run     one node, on the graph's own fake tensors; nodes that look alike (layers) once
-        node/trace the ATen ops that run below the node
-          ways     one op: which of its ways (`rules/`) it goes, with operands as they are or converted (`conversions`):
-                   where the tokens of its results are (`claims/`), or why it is refused
+      NodeRunner   one node, on the graph's own fake tensors; nodes that look alike (layers) once (`run.py`)
+        Trace      the ATen ops that run below the node (`run.py`)
+          ways     one op: which of its ways (`rules/`) it goes, with operands as they are or converted:
+                   where the tokens of its results are (`claims.py`), or why it is refused
         resolver   what is done to the node for that
-    outputs        what the graph returns
+    ends           what the graph returns
 
 So a refusal belongs to a node, and with it to a line of the user's code. With hidden states x of (B, T, 8):
 
     y = x.mean(-1)      aten.mean      (B,) (T,) ·  ->  (B,) (T,)
     z = y.cumsum(1)     aten.cumsum    refused: "cumsum runs over the token dim (dim 1)"
 
-Prove that nothing but attention mixes tokens, and that nothing takes offsets that were filled up for a batch's own.
-
-Offsets of documents that a capacity fills up: nothing may count them, add them up, or pick tokens by them.
-
-capacity.documents = 5        cu_seqlens   0 9 13 16        of the batch
-                                           0 9 13 16 16 16  of every batch's size, as the model gets it
-
-A token's place among them, and what is looked up there, are as on one process. A mean over them is not.
+`check_locality` is the proof, `check_token_locality` the pass, which also asks that nothing takes offsets that a
+capacity filled up for a batch's own.
 """
 
 from __future__ import annotations
@@ -347,7 +341,9 @@ _SOURCE_FIRST = frozenset({"index_select", "gather", "take"})
 
 
 def check_token_locality(state: State) -> State:
-    """Prove that nothing but attention mixes tokens."""
+    """Prove that nothing but attention mixes tokens, and that nothing takes offsets that were filled up for a batch's
+    own.
+    """
     found = check_locality(
         state.graph_module,
         state.sharding,
@@ -364,7 +360,14 @@ def check_token_locality(state: State) -> State:
 def _check_filled_offsets(
     gm: fx.GraphModule, sharding: Sharding, sites: Sequence[Reader], names: Mapping[fx.Node, str]
 ) -> list[Refusal]:
-    """Why a model can't be given offsets that are filled up. names: of the graph's inputs."""
+    """Why a model can't be given offsets that are filled up. names: of the graph's inputs.
+
+        capacity.documents = 5        cu_seqlens   0 9 13 16        of the batch
+                                                   0 9 13 16 16 16  of every batch's size, as the model gets it
+
+    Nothing may count them, add them up, or pick tokens by them. A token's place among them, and what is looked up
+    there, are as on one process. A mean over them is not.
+    """
     if sharding.capacity is None or not isinstance(sharding.packing, CuSeqlens):
         return []
     given = [

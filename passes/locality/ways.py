@@ -1,4 +1,4 @@
-"""Which of its ways an op goes, and how it reads its operands for that.
+"""The way that an op goes, and how it reads its operands for that.
 
     for each reading of the operands     as they are; by conversions, the cheapest first
         for each way of the op's rule    alone, as a move of rows, over the tokens of all ranks (`rules/table.py`)
@@ -6,8 +6,8 @@
 The first that holds is taken. A way that takes in rows without a token holds for want of a better one.
 Ways say what they give of a `Call`, and change nothing: what came of it is noted once it is taken.
 
-Conversions of an operand, each of which makes another claim true than it has: one table, and how an op may read its
-operands by it.
+`CONVERSIONS` is the table of what makes another claim true of an operand than it has. How an op may read its operands
+by it (`sums_converted`, `rows_filled`):
 
     op                            operands                    read as, the cheapest first
     x.square().sum()              Rows                        0 in rows without a token
@@ -15,6 +15,9 @@ operands by it.
     mean / 2 + weight.norm()      WHOLE, REPLICATED           both WHOLE: the gradient of the norm is shared out
     count / count                 Partial, Partial            summed over ranks, once for each
     h - mean                      Rows, Partial or WHOLE      REPLICATED: summed, and its gradient is summed too
+
+`Ways` picks the way. Behind it stands what results then are where padding holds something else than on one process
+(`with_padding`).
 """
 
 from __future__ import annotations

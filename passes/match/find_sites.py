@@ -9,7 +9,7 @@
 `prove_masks` says what the mask means, `operands` whether operands fit, and which heads keys and values had before they
 were repeated.
 
-Keep each mask's computation from before the rewrite, so that it can be run on real tensors and compared.
+Two passes stand here: `match_attention`, and before it `record_masks`, which runs later and keeps masks of sites.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ from .written import Differs, common_form, is_softmax, read_written
 
 def record_masks(state: State) -> State:
     """Record the masks that will be compared: all with `verify="first_step"`, else those that the graph does not prove:
-    the user's word, and flex_attention's, whose lists of blocks must say the same as its mask function."""
+    the user's word, and flex_attention's, whose lists of blocks must say the same as its mask function.
+
+    Each mask's computation is kept from before the rewrite, so that it can be run on real tensors.
+    """
     everything = state.sharding.verify != "never"
     sites = [site for site in state.sites if everything or site.assumed or _flex_of(site) is not None]
     if not sites or state.refusals:

@@ -1,12 +1,8 @@
-"""Read `flex_attention`: what its mask function, its lists of blocks and its score function say.
+"""Read attention operators that bring their mask in a form of their own: torch's `varlen_attn` and those of flash-attn,
+by running sums of lengths; `flex_attention`, by functions and lists of blocks.
 
-The mask function is read as a mask tensor is, with index placeholders b, h, q, k for the element's place. The lists of
-blocks must say the same, and the score function may be a soft cap.
-
-Read operators that have no mask: torch's `varlen_attn`, and those of flash-attn, which libraries call.
-
-Documents are told apart by running sums of lengths, `cu_seqlens`, or rows are whole; `is_causal` and the window are the
-same as a PackedMask.
+    Varlen, read_varlen, mask_of           operators without a mask
+    flex_arguments, mask_function, …       flex_attention
 """
 
 from __future__ import annotations
@@ -92,7 +88,11 @@ def read_varlen(node: fx.Node) -> Varlen:
 
 
 def mask_of(scope: Scope, node: fx.Node, found: Varlen, prover: Prover) -> PackedMask | list[Refusal]:
-    """The mask that such a node means over its row, or refusals that say why it is not read."""
+    """The mask that a node without one means over its row, or refusals that say why it is not read.
+
+    Documents are told apart by running sums of lengths, `cu_seqlens`, or rows are whole; `is_causal` and the window are
+    the same as a PackedMask.
+    """
     args = found.args
     if found.form == "THD" and (wrong := _other_documents(scope, node, args, prover)):
         return [wrong]
@@ -145,7 +145,11 @@ def output_of(node: fx.Node) -> fx.Node | Refusal:
 
 
 def mask_function(scope: Scope, node: fx.Node, args: dict[str, Any]) -> tuple[Scope, fx.Node, list[fx.Node]]:
-    """The mask function's body as a scope, the node of its result, and its index placeholders b, h, q, k."""
+    """The mask function's body as a scope, the node of its result, and its index placeholders b, h, q, k.
+
+    It is read as a mask tensor is, with these placeholders for the element's place. The lists of blocks must say the
+    same (`check_blocks`), and the score function may be a soft cap (`softcap_of`).
+    """
     body: fx.GraphModule = attribute_of(FlexBlocks.read(args["block_mask"]).mask_mod)
     placeholders = body.graph.find_nodes(op="placeholder")
     captured = dict(zip(placeholders[_INDICES:], args["mask_mod_other_buffers"] or (), strict=True))

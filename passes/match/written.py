@@ -9,15 +9,9 @@ be added, filled in or chosen by `where`.
 Each node between the two products must be read by the next one only. So no mask is made of logits, and nothing changes
 logits or weights in place on the side.
 
-From the softmax of attention that is written out up to the product of queries and keys.
-
-The two products of attention that is written out, and the form of what they multiply.
-
-    matmul(q, kᵀ), matmul(w, v), einsum    of (B, H, T, D), or with tokens before heads
-    bmm, baddbmm, matmul, einsum           of (N, T, D): heads merged with rows, heads of one row, or one head
-
-Heads that a view merged with rows of the batch, (B, H, T, D) to (B · H, T, D), are read before it, and the output
-behind the view that parts them again.
+    product_of, common_form                  the two products, and the form of what they multiply
+    unshifted, sinks_behind, find_scores     from the softmax up to the product of queries and keys
+    Written, read_written                    all of it, from the softmax on
 """
 
 from __future__ import annotations
@@ -134,6 +128,12 @@ def common_form(
     operands: Sequence[fx.Node], output: fx.Node, forms: set[str], rows: Any
 ) -> tuple[list[fx.Node], fx.Node, str]:
     """(queries, keys and values, the output, their one form).
+
+        matmul(q, kᵀ), matmul(w, v), einsum    of (B, H, T, D), or with tokens before heads
+        bmm, baddbmm, matmul, einsum           of (N, T, D): heads merged with rows, heads of one row, or one head
+
+    Heads that a view merged with rows of the batch, (B, H, T, D) to (B · H, T, D), are read before it, and the output
+    behind the view that parts them again.
 
     Args:
         forms: of the products. rows: of the batch.

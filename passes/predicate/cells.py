@@ -1,6 +1,7 @@
-"""Bounds of its terms tell whether a relation holds in a cell.
+"""The value of a mask in a cell, once the terms of its symbolic value are read.
 
-The value of a mask in a cell, once the terms of its symbolic value are read.
+`holds` tells by bounds of its terms if a relation holds in a cell; `CellValues` puts relations together to what a mask
+may be there.
 """
 
 from __future__ import annotations

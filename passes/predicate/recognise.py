@@ -16,15 +16,9 @@
 
 Any other term stays what it is, with a Trouble that says why.
 
-Recognise how masks read the offsets at which documents start (`CuSeqlens`).
-
-cu_seqlens                             0 3 5 6       documents of 3, 2 and 1 tokens
-q                                      0 1 2 3 4 5
-SumOver(cu_seqlens(i) <= q)            1 1 1 2 2 3   counts the offsets up to the token: `counted`
-RepeatIndex(cu_seqlens(i + 1) - …(i))  0 0 0 1 1 2   repeats each document's number: `are_lengths`
-cu_seqlens(that number)                0 0 0 3 3 5   is where the token's document starts: `document_bound`
-
-Terms that number documents, or say where one starts: counts, running sums and maxima, repeated indices.
+    Count, Offsets    how masks read the offsets at which documents start (`CuSeqlens`)
+    Numberings        terms that number documents, or say where one starts
+    Reader            all terms
 """
 
 from __future__ import annotations
@@ -102,7 +96,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Offsets:
-    """The offsets that `packing` names, among the leaves that a mask reads."""
+    """The offsets that `packing` names, among the leaves that a mask reads.
+
+    cu_seqlens                             0 3 5 6       documents of 3, 2 and 1 tokens
+    q                                      0 1 2 3 4 5
+    SumOver(cu_seqlens(i) <= q)            1 1 1 2 2 3   counts the offsets up to the token: `counted`
+    RepeatIndex(cu_seqlens(i + 1) - …(i))  0 0 0 1 1 2   repeats each document's number: `are_lengths`
+    cu_seqlens(that number)                0 0 0 3 3 5   is where the token's document starts: `document_bound`
+    """
 
     packing: Packing
     leaves: Mapping[Any, Leaf]
@@ -204,7 +205,7 @@ _TOKEN = sympy.Symbol("token", integer=True, nonnegative=True)
 
 
 class Numberings(CellValues):
-    """Reads them."""
+    """Reads terms that number documents, or say where one starts: counts, running sums and maxima, repeated indices."""
 
     @cached_property
     def _offsets(self) -> Offsets:

@@ -1,18 +1,18 @@
-"""Rules of ATen ops that act on each element: logic, comparisons, arithmetic, casts.
+"""Rules of ATen ops by which masks are read symbolically, in three tables.
 
-bool tensors hold truths and others numbers, so `truth` and `numeric` stand where an op takes both.
+    DIMS        ops that run over a dim: sums, running sums, searches, writes at computed places
+    ELEMENTS    ops that act on each element: logic, comparisons, arithmetic, casts
+    MOVES       ops that move or make elements: views, gathers, writes to places, factories
 
-Rules of ATen ops that run over a dim: sums, running sums, searches, writes at computed places.
-
-Each makes a generator of its bound variable: sum over a dim of n elements x(i) is SumOver(x(i), i, n). What can be told
-as a count is one, as `recognise` reads counts:
+Rules of `DIMS` make a generator of its bound variable: sum over a dim of n elements x(i) is SumOver(x(i), i, n). What
+can be told as a count is one, as `recognise` reads counts:
 
     any(x)                        SumOver(x(i), i, n) > 0
     searchsorted(row, v, right)   SumOver(row(i) <= v, i, n)
     x[places] = c, read at k      c where SumOver(places(i) == k, i, n) > 0, else x(k)
     x[mask] = c, read at k        c where mask(k), else x(k)
 
-Rules of ATen ops that move or make elements: views, gathers, writes to places, factories.
+bool tensors hold truths and others numbers, so `truth` and `numeric` stand where an op takes both.
 """
 
 from __future__ import annotations

@@ -5,14 +5,10 @@
 An element is a sympy expression, for bool tensors a sympy Boolean. Booleans have one normal form: And, Or and Not
 over relations `difference op 0`.
 
-Effects of a tensor's dtype on a value: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
-
-A constant becomes what the dtype holds of it. A value that varies over tokens must be one that the dtype holds as it
-is, in rows of up to `MAX_TOKENS` tokens and with the document ids that a batch may have; any other is `Inexact`.
-
-    -1e9 in float16               -> -inf
-    q - k in int64                -> q - k
-    q - k in bfloat16 (8 digits)  -> Inexact: 257 would be 256
+    Select, RunningSum, …      functions that expressions are made of beside sympy's
+    SymTensor                  the tensors
+    truth, choose, compare     expressions in their normal form
+    as_element, compared       effects of a tensor's dtype on a value
 """
 
 from __future__ import annotations
@@ -238,7 +234,14 @@ class Inexact(Undecidable):
 
 
 def as_element(value: Value, dtype: torch.dtype, leaf_of: LeafOf) -> Value:
-    """The value as an element of `dtype`.
+    """The value as an element of `dtype`: sympy's numbers are exact, a tensor's are rounded, truncated and wrap.
+
+    A constant becomes what the dtype holds of it. A value that varies over tokens must be one that the dtype holds as
+    it is, in rows of up to `MAX_TOKENS` tokens and with the document ids that a batch may have; any other is `Inexact`.
+
+        -1e9 in float16               -> -inf
+        q - k in int64                -> q - k
+        q - k in bfloat16 (8 digits)  -> Inexact: 257 would be 256
 
     Raises:
         Inexact: one that varies over tokens, and may be rounded, truncated or wrap.

@@ -1,4 +1,5 @@
-"""Worlds: relations between two tokens of a row, once it is known whether one document holds both.
+"""Worlds: relations between two tokens of a row, once it is known whether one document holds both; and the terms of a
+mask's symbolic value that say them.
 
 Symbols, for query token and key token: Q, K index in the row; PQ, PK position inside the document; WQ, WK the place
 behind the document's first token in the row, another one where the row begins inside of a document; IQ, IK the batch's
@@ -8,10 +9,8 @@ own document ids less the lowest one that is no padding. Each recognised numberi
     position_ids  3 4 5 0 1 2 3
     WQ            0 1 2 0 1 2 3
 
-The terms that a mask's symbolic value is made of: reads of leaves, index symbols, and generators.
-
-Eq(RunningSum(starts(j), j, q) - RunningSum(starts(j), j, k), 0) & (k - q <= 0)
-   generator                     generator                         index symbols
+    World, Ordinal, Cell                 how two tokens stand to each other, and how far apart
+    Trouble, Pair, maximal_terms, …      the terms: reads of leaves, index symbols, and generators
 """
 
 from __future__ import annotations
@@ -180,7 +179,11 @@ class Pair:
 
 
 def maximal_terms(value: Any) -> Iterator[Any]:
-    """The outermost reads and generators in a value, and index symbols that stand outside them."""
+    """The outermost reads and generators in a value, and index symbols that stand outside them.
+
+    Eq(RunningSum(starts(j), j, q) - RunningSum(starts(j), j, k), 0) & (k - q <= 0)
+       generator                     generator                         index symbols
+    """
     if isinstance(value, (AppliedUndef, sympy.Symbol, *GENERATORS)):
         yield value
         return

@@ -1,21 +1,11 @@
-"""Take a node apart into ATen ops, and change those that its `Lowering` names.
+"""Edits of nodes that are not the same on a shard: each gives a node, or what stands in its place, for a rank's tokens.
 
-Positions of the shard made global: for all rows of the batch at once, or, where these are cut in different orders,
-for each row by itself (`locality/row_positions.py`).
-
-Replacements of nodes that shift, roll or convolve tokens, on graph proxies.
-
-x (B, T_l, C)  ->  rows (B T_l, C)  ->  neighbour_rows (E, C)  ->  (B, T_l, C)
-                                          |
-                                          convolve_rows (B T_l, C')
-
-Tensors of fewer tokens than the row, as of x[:, :-1]: on a rank they keep a row for each of its tokens.
-
-    a = x[:, :-1]            S - 1 rows           a = x                S rows
-    b = a.view(-1, n)        B (S - 1)     ->     b = a.view(-1, n)    B S
-    n = a.shape[1]           S - 1                n = S - 1            as it was
-
-Nodes that make such tensors are run again; numbers that are made from their sizes stay what they are.
+read_neighbours           nodes that shift, roll or convolve tokens
+keep_sizes, keep_rows,    nodes that make tensors of fewer tokens than the row
+enter_region, leave_region
+lower_node                nodes taken apart into ATen ops, of which those that a `Lowering` names are changed
+globalize,                positions of the shard made global: for all rows of the batch at once, or, where these are
+keep_rows_apart           cut in different orders, for each row by itself (`locality/row_positions.py`)
 """
 
 from __future__ import annotations
@@ -48,7 +38,14 @@ Proxies = Callable[[fx.Node], Any]
 
 
 def read_neighbours(read: NeighbourRead, proxy: Proxies, plan: Sequence[Any]) -> Any:
-    """The new value of `read.node`. Args: proxy: of a node. plan: the tensors of `PlanInput.of_neighbours`."""
+    """The new value of `read.node`, which shifts, rolls or convolves tokens, on graph proxies.
+
+    x (B, T_l, C)  ->  rows (B T_l, C)  ->  neighbour_rows (E, C)  ->  (B, T_l, C)
+                                              |
+                                              convolve_rows (B T_l, C')
+
+    Args: proxy: of a node. plan: the tensors of `PlanInput.of_neighbours`.
+    """
     if read.read is None:
         return _ended(read, proxy(read.source), proxy)
     dims = [dim for dim in (read.batch_dim, read.token_dim) if dim is not None]
@@ -104,7 +101,9 @@ def _convolved(node: fx.Node, rows_EC: Any, out_rows: Any, proxy: Proxies) -> An
 
 
 def keep_sizes(state: State, inputs: Inputs) -> None:
-    """Let numbers that are read off such tensors be computed without them."""
+    """Let numbers that are read off tensors of fewer tokens than the row be computed without them: such tensors keep,
+    on a rank, a row for each of its tokens (`keep_rows`).
+    """
     asked = [user for node in state.locality.fewer for user in node.users if not isinstance(value_of(user), Tensor)]
     numbers = [user for node in asked for user in ([node] if _is_number(node) else node.users)]
     for node in dict.fromkeys(numbers):
@@ -113,7 +112,13 @@ def keep_sizes(state: State, inputs: Inputs) -> None:
 
 
 def keep_rows(node: fx.Node, state: State, inputs: Inputs) -> None:
-    """Run a node again on operands that keep all rows; sizes among its arguments are those of all rows."""
+    """Run a node that makes a tensor of fewer tokens than the row, as x[:, :-1], again on operands that keep all rows;
+    sizes among its arguments are those of all rows, numbers that are made from its sizes stay what they are.
+
+        a = x[:, :-1]            S - 1 rows           a = x                S rows
+        b = a.view(-1, n)        B (S - 1)     ->     b = a.view(-1, n)    B S
+        n = a.shape[1]           S - 1                n = S - 1            as it was
+    """
     by = state.locality.fewer[node]
 
     def changed(given: fx.Node) -> fx.Node:

@@ -1,12 +1,5 @@
-"""The plan's tensors as inputs of a graph, and of the nested regions that need them.
-
-Snapshots of inputs that a graph writes, so that its backward computes with what the forward read.
-
-idx = (g + bias).argmax(-1)        the backward of torch's compilers may compute idx again, from g and bias
-bias.add_(step)                    and bias holds other numbers by then
-
-bias.copy_(snapshot(bias))         in front of all: what is read of bias afterwards is made of the snapshot, which no
-                                   compiler makes again, and `bias` itself is needed no more
+"""Inputs of a graph as the rewrite needs them: snapshots of those that the graph writes (`take_snapshots`), and the
+plan's tensors, passed on into the nested regions that need them (`Inputs`).
 """
 
 from __future__ import annotations
@@ -32,7 +25,15 @@ _WHY = "the graph writes it, and the backward may read it once more"
 
 
 def take_snapshots(gm: fx.GraphModule, written: Collection[int]) -> None:
-    """Take one of each input of a graph, and of its regions, whose memory is among `written`; nothing without grad."""
+    """Take a snapshot of each input of a graph, and of its regions, whose memory is among `written`, so that the
+    backward computes with what the forward read; nothing without grad.
+
+    idx = (g + bias).argmax(-1)     the backward of torch's compilers may compute idx again, from g and bias
+    bias.add_(step)                 and bias holds other numbers by then
+
+    bias.copy_(snapshot(bias))      in front of all: what is read of bias afterwards is made of the snapshot, which no
+                                    compiler makes again, and `bias` itself is needed no more
+    """
     mode = fake_mode_of(gm.graph.nodes)
     if not torch.is_grad_enabled() or mode is None:
         return

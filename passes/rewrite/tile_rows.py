@@ -1,12 +1,8 @@
-"""A region of the graph becomes one op that runs it tile by tile: its nodes are traced to ATen with their gradients.
+"""A region of the graph becomes one op that runs it tile by tile; wide outputs beside a loss are left out.
 
-Nodes of a region as the ATen graphs that an op runs for it, with their gradients.
-
-Wide outputs beside a loss are given by no graph: what they are computed of, row by row, is given in their place.
-
-    return loss, logits          ->    return loss, None, h.detach()          logits = head(h), once someone asks
-
-Then nothing holds the logits of all rows: the head and the loss run tile by tile.
+traced_region          a region's nodes as the ATen graphs that the op runs, with their gradients
+leaves_out, leave_out  wide outputs beside a loss
+tile_rows              the pass
 """
 
 from __future__ import annotations
@@ -173,7 +169,12 @@ def leaves_out(state: State) -> bool:
 
 
 def leave_out(found: Rowwise, state: State) -> tuple[LeftOut, ...]:
-    """Take wide outputs out of a graph, and have it give what they are made of."""
+    """Take wide outputs out of a graph, and have it give what they are made of, row by row, in their place.
+
+    return loss, logits          ->    return loss, None, h.detach()          logits = head(h), once someone asks
+
+    Then nothing holds the logits of all rows: the head and the loss run tile by tile.
+    """
     gm, batch = found.gm, found.extents.batch
     assert isinstance(batch, int)
     given = outputs_of(gm)

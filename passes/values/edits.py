@@ -1,6 +1,10 @@
-"""How a node that is not the same on a shard is made so: by what is put before its operands, or inside of it.
+"""Findings of the locality check in a graph: what the rewrite does to it, and what each batch is asked.
 
-Findings of the locality check in a graph: what the rewrite does to it, and what each batch is asked.
+Ranks, OfSums, Converted, …    what is put before the operands of a node, or runs inside of it
+Step, Lowering                 a node taken apart into ATen ops, some of which are changed
+Insert, PositionGenerator,     edits of a graph
+RowPositions, NeighbourRead
+Locality                       all findings
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Frozen values that passes hand on: one per stage.
+"""Frozen values that passes hand on, from the sites of a graph to the `State` that holds them all.
 
-Sites that matching finds in a graph: values that later passes read and never change.
-
-Rows that travel in the place of keys and values, and what each rank then computes itself.
-
-A mask's computation as a value that outlives its graph.
-
-A buffer of a module that holds a number for each pair of places: where a causal model keeps its triangle.
-
-A wide output that a graph no longer gives, and how it is made of what the graph gives in its place.
+Site                             attention that matching finds
+TokenRows, Cut                   rows that travel in the place of keys and values, and what each rank then computes
+RecordedTensor, RecordedMask     a mask's computation, which outlives its graph
+Table                            a buffer that masks were proven by
+LeftOut                          a wide output that a graph no longer gives
+Decision                         how a site will run
+Frame                            facts from Dynamo about the function
+State                            a captured graph on its way through the passes
 """
 
 from __future__ import annotations
@@ -179,8 +178,9 @@ class RecordedMask:
 
 @dataclass(frozen=True)
 class Table:
-    """A buffer (…, N, N) whose entry [..., i, j] is `inside` where low <= i - j <= high, else `outside`; or one of any
-    shape that holds one number.
+    """A buffer (…, N, N) of a module that holds a number for each pair of places, where a causal model keeps its
+    triangle: its entry [..., i, j] is `inside` where low <= i - j <= high, else `outside`; or one of any shape that
+    holds one number.
 
     Args:
         name: the buffer's. low, high: None: no such bound. Longer rows than N are no question here: the graph has
@@ -282,7 +282,7 @@ def _place_of(buffer: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One output.
+    """A wide output that a graph no longer gives, and how it is made of what the graph gives in its place.
 
     Args:
         place: its place among the outputs, where None is given. region: what makes it, over some rows at a time.

@@ -1,6 +1,8 @@
-"""Ops that read or write by index: embedding, gather, scatter, advanced indexing.
+"""Ops that read or write by index: embedding, gather, scatter, advanced indexing; and sorts by a key, whose places are
+indices.
 
-Rows sorted by a key, worked on in groups, and put back: a mixture of experts by grouped products.
+`sort` to `_is_permutation` are of rows that are sorted by a key, worked on in groups, and put back, as in a mixture of
+experts by grouped products:
 
     expert     1 0 1 0            sort -> 0 0 1 1, perm 1 3 0 2
     x[perm]    rows 1 3 0 2       each row times its expert's weight (grouped_mm by running group sizes)

@@ -1,15 +1,16 @@
-"""Entries of the token dim at places that all ranks know, as `x[:, -1]` or `x[0, cu_seqlens[1:] - 1]`.
+"""Entries that are read by their place in the whole row: of tables whose rows tokens name by number (`embedding` to
+`LookedUp`), and of the token dim at places that all ranks know, as `x[:, -1]` or `x[0, cu_seqlens[1:] - 1]`.
 
-A rank gives the rows that it has and 0 for others; the sum over ranks is whole. Its gradient is whole on every rank,
-and goes to the rows that were given.
+Of tables a model takes the first T rows, and looks them up by numbers that tokens have, as positions are:
+
+    cos = self.cos[:T]; cos[position_ids]       a shard takes fewer rows than the numbers of its tokens ask for: all of
+                                                the table stays there. -1 is row T - 1
+
+Of tokens a rank gives the rows that it has and 0 for others; the sum over ranks is whole. Its gradient is whole on
+every rank, and goes to the rows that were given.
 
     tokens of rank 0, rank 1     0 1 5, 2 3 4
     x[[5, 2]]                    rank 0: x5 0      rank 1: 0 x2      sum: x5 x2
-
-The first T rows of a table, looked up by numbers that tokens have, as positions are.
-
-cos = self.cos[:T]; cos[position_ids]       a shard takes fewer rows than the numbers of its tokens ask for: all of
-                                            the table stays there. -1 is row T - 1
 """
 
 from __future__ import annotations

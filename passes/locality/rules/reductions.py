@@ -1,10 +1,10 @@
-"""Reductions, products, norms and windows: where they stay within a token, and where they add up tokens.
+"""Reductions, products, norms, windows and losses: where they stay within a token, and where they add up tokens.
 
-Losses: one per token; summed over the shard's tokens; means, and sums without the rows that fill a rank up, over the
-tokens of all ranks.
+Losses (from `nll_loss` on) are one per token; summed over the shard's tokens; or means, and sums without the rows that
+fill a rank up, over the tokens of all ranks:
 
-nll_loss    sum of parts of losses / sum of parts of weights
-mse_loss    sum of parts of losses / all tokens; a sum over tokens is a part
+    nll_loss    sum of parts of losses / sum of parts of weights
+    mse_loss    sum of parts of losses / all tokens; a sum over tokens is a part
 """
 
 from __future__ import annotations

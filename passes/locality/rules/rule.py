@@ -1,12 +1,11 @@
 """Locality rules: each is a line of `table`, the ways that some ops may go.
 
-Where the tokens of a tensor are: which of its rows hold one, and along which dim they stand.
-
-Ways by the user's word: ops that act on each token alone (`Sharding.local_ops`), and random numbers that each
-rank draws for its own tokens (`Sharding.random`).
-
-A draw for every token, as dropout makes it, is as good from any generator. One that all tokens share (dropout on a
-weight, noise per expert) must be the same on all ranks, and is refused.
+rows_along, has_row, spread       where the tokens of a tensor are: which of its rows hold one, and along which dim
+Alone, MovesRows, OverRanks       ways
+Rule, rule, rows, refused         a line of the table
+on_rows, over, …                  parts that lines are made of
+vouched_state, vouched_calls      ops that act on each token alone by the user's word (`Sharding.local_ops`)
+drawn                             random numbers that each rank draws for its own tokens (`Sharding.random`)
 """
 
 from __future__ import annotations
@@ -305,7 +304,11 @@ _PER_ENTRY = frozenset(
 
 
 def drawn(call: Call) -> States:
-    """Draws of sizes that count tokens, or of rows, entry by entry, are rows. multinomial draws from ordinary dims."""
+    """Draws of sizes that count tokens, or of rows, entry by entry, are rows. multinomial draws from ordinary dims.
+
+    A draw for every token, as dropout makes it, is as good from any generator. One that all tokens share (dropout on a
+    weight, noise per expert) must be the same on all ranks, and is refused.
+    """
     if call.name in _OF_SIZES:
         dims = call.extents.label(call.sizes(call.outs[0]))
         if dims is not None:

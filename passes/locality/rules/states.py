@@ -1,17 +1,13 @@
 """Recurrences over tokens: gated delta rules, SSD and selective scans, as the whole ops of `cp_rewrite/ops/states/`.
 
-In the place of a whole op stands the one that runs on a rank's pieces: each piece's effect on the state, its summary,
-goes to the ranks that have later pieces of the sequence.
+In the place of a whole op stands the one that runs on a rank's pieces (`OnPieces`): each piece's effect on the state,
+its summary, goes to the ranks that have later pieces of the sequence.
 
     y = gated_delta_rule(q, k, v, g, beta, None, …)   ->   y = gated_delta_rule_on_pieces(q, k, v, g, beta, tables, …)
 
 Without offsets the sequence is a row of the batch, over the ends of its documents: what one process computes. With the
-packing's own offsets, or with `Sharding(reset_states=True)`, each document is one. Rows that hold no token give 0.
-
-Nodes that hold the packing's offsets: the argument itself, and copies of it in another dtype or by another view.
-
-cu_seqlens, cu_seqlens.long(), cu_seqlens[:], cu_seqlens.clone().view(-1)        the packing's
-cu_seqlens[1:], cu_seqlens + 1, cu_seqlens.flip(0), what is written over         others
+packing's own offsets (`Offsets`), or with `Sharding(reset_states=True)`, each document is one. Rows that hold no token
+give 0.
 """
 
 from __future__ import annotations
@@ -117,7 +113,12 @@ class OnPieces:
 
 
 class Offsets(Container[fx.Node]):
-    """Nodes known to hold the packing's offsets, of a graph and its regions. env: states of the nodes walked so far."""
+    """Nodes known to hold the packing's offsets, of a graph and its regions: the argument itself, and copies of it in
+    another dtype or by another view. env: states of the nodes walked so far.
+
+    cu_seqlens, cu_seqlens.long(), cu_seqlens[:], cu_seqlens.clone().view(-1)        the packing's
+    cu_seqlens[1:], cu_seqlens + 1, cu_seqlens.flip(0), what is written over         others
+    """
 
     def __init__(self, gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis, env: Mapping[fx.Node, Any]) -> None:
         self._written, self._counts, self._env = written_memory(gm), tokens.counts, env

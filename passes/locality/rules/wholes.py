@@ -1,31 +1,18 @@
 """Ops over tokens, run over the tokens of all ranks: local rows without a token are left out, parts are put together.
 
-    mean      sum of parts / all tokens
-    var, std  parts of squared distances from the mean of all
-    amax      the largest of parts
-    prod      the product of parts
+    counted                  numbers that a graph makes from its token count, as values: those of the whole row
+    reduced, rows_reduced,   reductions: parts of all ranks
+    bincount, histc
+        mean                 sum of parts / all tokens
+        var, std             parts of squared distances from the mean of all
+        amax                 the largest of parts
+        prod                 the product of parts
+    softmax, batch_norm      results of each token by a number over all tokens of the row
+    added,                   token rows reduced by segment: by document, say
+    reduced_by_segment
 
 Each function names what an op gives where its first tensor has its tokens in a dim that it reduces. The classes run it:
 they are called with `Ranks`, the op and its arguments.
-
-Results of each token by a number over all tokens of the row.
-
-    x.softmax(1)    exp(x - logsumexp of all ranks)
-    batch_norm      (x - mean) / sqrt(var), of the tokens of all ranks; running statistics are of these, too
-
-The number is whole, and tokens of all ranks read it: its gradient is summed over them.
-
-Numbers that a graph makes from its token count, T - 1, T // 2, 1 / T, max(T, 8), as values: those of the whole row
-in their place.
-
-x.sum() / x.shape[1]      index == x.shape[1] - 1      x.shape[1] - index      index.clamp(max=x.shape[1] - 1)
-torch.where(torch.tensor(x.shape[1] > 48), a, b)       torch.full((1,), x.shape[1])
-
-Token rows reduced by segment: by document, say.
-
-zeros(N).index_add(0, doc_ids, x)       zeros(B, N).scatter_add(1, doc_ids, x)      a rank's own: a part of the sum
-zeros(B, N).scatter_reduce(1, doc_ids, x, "mean")                                   sums over ranks / counts
-zeros(B, N).scatter_reduce(1, doc_ids, x, "amax")                                   the largest of all ranks
 """
 
 from __future__ import annotations
@@ -64,7 +51,12 @@ from .shapes import of_one_number
 
 
 def counted(call: Call) -> tuple[States, RunOverRanks]:
-    """An op that takes such numbers, or comparisons of them, as values: not as sizes or places."""
+    """An op that takes numbers made from the token count (T - 1, T // 2, 1 / T, max(T, 8)), or comparisons of them, as
+    values: not as sizes or places.
+
+        x.sum() / x.shape[1]      index == x.shape[1] - 1      x.shape[1] - index      index.clamp(max=x.shape[1] - 1)
+        torch.where(torch.tensor(x.shape[1] > 48), a, b)       torch.full((1,), x.shape[1])
+    """
     found = {name: value for name, value in call.numbers.items() if call.extents.counts_tokens(value)}
     if not found or (call.written and call.name != "fill"):
         raise Mixes(f"{call.name} takes a number made from the token count")
@@ -94,7 +86,7 @@ class _OfCount:
 
 
 class Filled(_OfCount):
-    """A tensor of one such number."""
+    """A tensor of one number made from the token count."""
 
     def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
         ((name, number),) = self.given(ranks, torch.float64).items()
@@ -103,7 +95,7 @@ class Filled(_OfCount):
 
 
 class WithCount(_OfCount):
-    """An op of tensors and such numbers, entry by entry."""
+    """An op of tensors and numbers made from the token count, entry by entry."""
 
     def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
         args = {name: _precise(x) for name, x in args.items()}  # 16 bits hold few numbers of tokens
@@ -424,7 +416,10 @@ def batch_norm(call: Call) -> tuple[States, RunOverRanks]:
 
 @dataclass(frozen=True)
 class Softmax(LogSumExp):
-    """dtype: of the result."""
+    """softmax, log_softmax: exp(x - logsumexp of all ranks), or its logarithm.
+
+    The number is whole, and tokens of all ranks read it: its gradient is summed over them. dtype: of the result.
+    """
 
     dtype: torch.dtype
 
@@ -440,6 +435,8 @@ class Softmax(LogSumExp):
 
 @dataclass(frozen=True)
 class BatchNorm(Mean):
+    """(x - mean) / sqrt(var), of the tokens of all ranks; running statistics are of these, too."""
+
     written: ClassVar[TensorState] = REPLICATED
     """Running statistics are the same on all ranks."""
 
@@ -460,7 +457,11 @@ class BatchNorm(Mean):
 
 
 def added(call: Call) -> tuple[States, RunOverRanks]:
-    """scatter_add, scatter_reduce with "sum", index_add: token rows added to a tensor that is the same on all ranks."""
+    """scatter_add, scatter_reduce with "sum", index_add: token rows added to a tensor that is the same on all ranks.
+    What a rank adds is a part of the sum.
+
+        zeros(N).index_add(0, doc_ids, x)       zeros(B, N).scatter_add(1, doc_ids, x)
+    """
     rows = _rows_of_segments(call)
     if call.arg("reduce") not in (None, "sum") or call.arg("include_self") is False:
         raise Mixes(f"{call.name} of other kinds than a sum")
@@ -469,7 +470,11 @@ def added(call: Call) -> tuple[States, RunOverRanks]:
 
 
 def reduced_by_segment(call: Call) -> tuple[States, RunOverRanks]:
-    """scatter_reduce with "mean", "amax" and "amin"."""
+    """scatter_reduce with "mean", "amax" and "amin".
+
+    zeros(B, N).scatter_reduce(1, doc_ids, x, "mean")       sums over ranks / counts
+    zeros(B, N).scatter_reduce(1, doc_ids, x, "amax")       the largest of all ranks
+    """
     rows, kind = _rows_of_segments(call), call.arg("reduce")
     floats = call.first.is_floating_point()
     if kind not in ("mean", "amax", "amin") or (kind == "mean" and not floats):
