@@ -1,8 +1,8 @@
 """Private parts of torch that the source uses, each behind a function that says what is asked of it.
 
-Read in torch 2.11 to 2.15, which agree in all of it unless a function says otherwise. What belongs to Dynamo
-and to flex_attention is in `passes/graph/dynamo.py`. `tests/test_torch_internals.py` has a test for each
-function, which fails by name when torch changes.
+Read in torch 2.11 to 2.15, which agree in all of it unless a function says otherwise. What belongs to Dynamo and to
+flex_attention is in `passes/graph/dynamo.py`. `tests/test_torch_internals.py` has a test for each function, which fails
+by name when torch changes.
 """
 
 from __future__ import annotations

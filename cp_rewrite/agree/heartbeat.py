@@ -11,9 +11,9 @@ Neither asks the other's Python: a rank whose interpreter is held up for minutes
 A process that ends says how: `done`, or the error that ended it. One that leaves a batch with an error says so at once,
 and takes it back when it cuts the next: it may live on, and others would wait for it inside a collective. That says
 nothing to ranks that left the batch with an error too. Beside its counter a rank says what it did since the ranks last
-compared something: ranks that did not do the same wait for each other. What is found goes to stderr; a
-process whose main thread then stands still for `GRACE_S`, as in a collective that waits for the other rank, is ended
-with code 1. One that waits in Python's own library (a queue, a lock, another process) waits for no rank, and lives on.
+compared something: ranks that did not do the same wait for each other. What is found goes to stderr; a process whose
+main thread then stands still for `GRACE_S`, as in a collective that waits for the other rank, is ended with code 1. One
+that waits in Python's own library (a queue, a lock, another process) waits for no rank, and lives on.
 
     MainThread, Stillness        where the main thread is, as another thread sees it, and for how long it stands still
     History, histories_apart     what this rank did since all ranks last compared something; how two ranks' parted

@@ -1,9 +1,8 @@
 """Rows exchanged through memory that all GPUs of one NVLink domain map: no messages.
 
 Owners write rows where the readers' kernels read them (`Push`), and read gradients where the readers' kernels write
-them (`Return`). Each direction has a `Channel`: symmetric memory that holds expanded rows, or their
-gradients, behind the flags by which the ranks' kernels wait for each other (`csrc/peers.cuh`). NVLink multicast is
-never used.
+them (`Return`). Each direction has a `Channel`: symmetric memory that holds expanded rows, or their gradients, behind
+the flags by which the ranks' kernels wait for each other (`csrc/peers.cuh`). NVLink multicast is never used.
 
     LaunchShape, Channel            how kernels that use such memory are launched, and wait for peers
     side_stream, lane, first_lane   the streams of exchanges and kernels that overlap

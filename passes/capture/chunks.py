@@ -7,8 +7,7 @@
     torch.cat([x * i for i, x in enumerate(h.split(8, 1))], 1)        ->     h * (the number of each token's chunk)
 
 Both are the same where every joined node gives rows, each made of its own token, and those that are added up give sums
-over tokens. Joined nodes, also of nested regions, are marked for the locality check, which proves
-that or refuses them.
+over tokens. Joined nodes, also of nested regions, are marked for the locality check, which proves that or refuses them.
 
     Bodies, call_on_all          bodies of nested regions that work on chunks
     Chunks, OfChunk, End, Cut    which nodes do the same with each chunk, and where chunks meet

@@ -1,4 +1,4 @@
-"""Which nodes of a Dynamo graph write into memory, and whose."""
+"""Writes into memory: which nodes of a Dynamo graph make them, and whose memory it is."""
 
 from __future__ import annotations
 

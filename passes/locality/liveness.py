@@ -1,4 +1,4 @@
-"""Which nodes still matter once attention no longer reads its masks."""
+"""Liveness of nodes: which still matter once attention no longer reads its masks."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@
     cummax, cummin  taking the larger; of equal ones      to the entry that was taken
                     the later, as torch does
 
-Other ranks' values are those that they reached at the ends of their pieces (`planning/reads.py`): one row
-for each piece travels, and one row of gradients back. Tokens are run over in the order of the row, whatever order they
-have on the ranks, over the ends of documents as on one process.
+Other ranks' values are those that they reached at the ends of their pieces (`planning/reads.py`): one row for each
+piece travels, and one row of gradients back. Tokens are run over in the order of the row, whatever order they have on
+the ranks, over the ends of documents as on one process.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ have the dims (B,) (T,) ·, where · is an ordinary dim. One line of the table r
 `rows` is for ops that work on the rows of one tensor alone, `Alone` for ops whose operands must be looked at together:
 there a comment says `# what they need -> what they give`. Where no way holds, operands are converted
 (`passes/locality/ways.py`) and the ways are asked again; else the op is refused in the words of its first way. An op
-that is not
-here is refused by name, unless torch tags it as pointwise. To add one, add a line; `python -m tests.rules NAME` tries
-it.
+that is not here is refused by name, unless torch tags it as pointwise. To add one, add a line; `python -m tests.rules
+NAME` tries it.
 """
 
 from __future__ import annotations
