@@ -78,13 +78,20 @@ def shard_weights(
         module.set_gradient_divide_factor(divide_by)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         _sharded.add(module)
+    model.register_forward_hook(functools.partial(_drop_if_no_backward, [model, *blocks]), always_call=True)
     return model
 
 
-def drop_whole_weights() -> None:
+def _drop_if_no_backward(sharded: Sequence[nn.Module], *_: Any) -> None:
+    """Behind a call of a model: one with autograd off has no backward, which would drop what is whole."""
+    if not torch.is_grad_enabled():
+        drop_whole_weights(sharded)
+
+
+def drop_whole_weights(sharded: Iterable[nn.Module] = _sharded) -> None:
     """Reshard what calls without a backward left whole, since FSDP would not gather it again: for before weights
     change."""
-    for module in _sharded:
+    for module in sharded:
         assert isinstance(module, FSDPModule)
         module.reshard()
 

@@ -124,6 +124,35 @@ def test_options_train_as_one_process(
         assert left == whole_ones
 
 
+def written_by_hand(mesh: DeviceMesh | None, options: dict[str, Any]) -> list[float]:
+    """Losses without gradients, in and outside of a batch's block, before and behind writes to all weights."""
+    plain, batch = build_model(MODEL), make_batch(ROWS[0])
+    loss_of: Callable[[], Tensor] = lambda: plain(**batch).loss  # noqa: E731
+    if mesh is not None:
+        sharding = annotate(mesh)
+        model: Any = cp.parallelize(plain, mesh, sharding, **options)
+
+        def loss_of() -> Tensor:
+            with sharding.shard({**batch, "num_items_in_batch": targets([batch])}, shift_labels=True) as local:
+                return model(**local).loss
+
+    found, held = list[float](), [*plain.parameters()]
+    for turn, factor in enumerate((1.0, 0.5, 2.0, 0.25)):
+        with torch.no_grad():
+            for weight in held if turn % 2 else plain.parameters():
+                weight.mul_(factor)
+            found += plain(**make_batch([[5, 6]])).loss.item(), loss_of().item()
+    return found
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_evaluations_see_weights_that_were_written_by_hand(pair: Pool, whole: bool) -> None:
+    expected = written_by_hand(None, {})
+    assert len({round(loss, 3) for loss in expected[::2]}) > 1
+    for found in pair.run(2, written_by_hand, {"reshard_after_forward": not whole}):
+        assert found == pytest.approx(expected, rel=LIMIT)
+
+
 def sums_in_half(mesh: DeviceMesh) -> tuple[Steps, set[torch.dtype]]:
     """Steps with gradients that are summed in bf16, and the dtypes of gradients."""
     sharding, dtypes = annotate(mesh), set[torch.dtype]()
