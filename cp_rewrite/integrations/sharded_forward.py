@@ -209,13 +209,17 @@ class SegmentBackend(Backend):
         return replace(call, inputs=inputs, done=done, run=run)
 
     def _weight(self, node: fx.Node) -> Input | None:
-        """A weight of the model: it is whole between the forward and the backward, where it is in no block."""
+        """A weight of the model: it is whole between the forward and the backward, where it is in no block. A call with
+        autograd off leaves a copy."""
         if not isinstance(value_of(node), nn.Parameter):
             return None
         (module, name), _ = self._owner(node)
 
         def of_call(_: Sequence[Any]) -> Read:
             call, held = self.calls, _held(module, name)
+            if not torch.is_grad_enabled() and not isinstance(held, DTensor):
+                copied = held.detach().clone()
+                return lambda: copied
             as_it_was = None if isinstance(held, DTensor) else as_given(held)
 
             def read() -> Tensor:

@@ -128,6 +128,25 @@ def read_logits(mesh: DeviceMesh, door: str) -> dict[str, Any]:
     return found
 
 
+def evaluated_logits(mesh: DeviceMesh, autograd_off: Callable[[], Any]) -> list[float]:
+    """Largest errors of logits of a model that is evaluated alone, read in a batch's block, for several lengths."""
+    sharding, plain, alone = annotate(mesh), with_large_head("llama"), with_large_head("llama")
+    model, errors = cp.parallelize(plain, mesh, sharding).eval(), list[float]()
+    for rows in ([[40, 1, 30, 57]], [[20, 9]], [[40, 1, 30, 57]]):
+        with autograd_off(), sharding.shard(batch_of(rows), shift_labels=True) as local:
+            out = model(**local)
+            assert type(out.logits) is StandIn
+            errors.append(float((sharding.unshard(out.logits, 1) - alone(**batch_of(rows)).logits).abs().max()))
+        assert out.logits.isfinite().all(), "they are there behind the block too"
+    return errors
+
+
+@pytest.mark.parametrize("autograd_off", [torch.no_grad, torch.inference_mode])
+def test_logits_of_an_evaluation_are_read_under_fsdp(pair: Pool, autograd_off: Callable[[], Any]) -> None:
+    """Its weights are shards again when the call ends, since no backward follows."""
+    assert all(error < 1e-4 for found in pair.run(2, evaluated_logits, autograd_off) for error in found)
+
+
 def stand_in(trained: bool = True) -> StandIn:
     """A stand-in of 8 numbers, which a product makes."""
     left, right = torch.arange(1.0, 5).view(4, 1) / 3, torch.tensor([[1.0, 0.1]])
