@@ -1,8 +1,10 @@
-"""Rows of one rank, as ops with their fakes: gathered, summed and packed, found by their tokens, taken by their places;
-and what a model reads in rows without a token, which fill up a rank (`with_valid_fill`).
+"""Rows of one rank, as ops with their fakes: gathered, summed and packed, found by their tokens, taken by their places,
+copied, multiplied up, convolved; and what a model reads in rows without a token, which fill up a rank
+(`with_valid_fill`). Nothing here travels.
 
 Shapes: R local rows, E expanded rows, Hkv key heads, D and V head dims of k and v, C = Hkv * (D + V). Rows are (N, C).
-Of a batch: B rows of T tokens, T_l local rows on this rank.
+Of a batch: B rows of T tokens, T_l local rows on this rank. Of a convolution: C and O channels in and out, G groups, K
+taps.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import custom_op, register_autograd
 
 from cp_rewrite.kernels import rows as row_kernels
+
+from .schemas import bind, call, gradients, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -142,6 +147,106 @@ _PADDING = (
 def _(token_rows_TB: Tensor, token: Tensor, row: Tensor | None, in_document_TB: Tensor | None, size: int) -> Tensor:
     shape = token.shape if row is None else torch.broadcast_shapes(token.shape, row.shape)
     return token.new_empty(shape, dtype=torch.int64)
+
+
+@custom_op("cp_rewrite::snapshot", mutates_args=())
+def snapshot(x: Tensor) -> Tensor:
+    """A copy of `x`, of any shape and dtype. Compilers see no more of it: they neither fold it into `x` nor compute it
+    again in a backward."""
+    return x.clone()
+
+
+@snapshot.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@custom_op("cp_rewrite::running_product", mutates_args=())
+def running_product(x: Tensor) -> Tensor:
+    """cumprod of (L, N, C) along dim 1. An op of its own: compilers take its gradient apart by the number of rows."""
+    return x.cumprod(1)
+
+
+@running_product.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@custom_op("cp_rewrite::running_product_backward", mutates_args=())
+def running_product_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x, right where x has zeros."""
+    return torch.ops.aten.cumprod_backward(grad, x, 1, x.cumprod(1)).clone()
+
+
+@running_product_backward.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _of_product(ctx: Any, grad: Tensor) -> Tensor:
+    return _ops.running_product_backward.default(grad, ctx.saved_tensors[0])
+
+
+register_autograd("cp_rewrite::running_product", _of_product, setup_context=_keep_input)
+
+
+@custom_op("cp_rewrite::convolve_rows", mutates_args=())
+def convolve_rows(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, out_rows: Tensor, dilation: int, groups: int
+) -> Tensor:
+    """(R, O): entry i is conv1d of the rows out_rows[i], out_rows[i] + dilation, …, K of them.
+
+    An op of its own, since compilers would guard the sizes of a convolution over E rows, which every batch changes.
+
+    Args:
+        rows: (E, C). weight: (O, C / G, K). bias: (O,). out_rows: int32, R different ones, of `neighbours_route`.
+    """
+    out = F.conv1d(rows.t().unsqueeze(0), weight, bias, dilation=dilation, groups=groups)
+    return out[0].t().index_select(0, out_rows.flatten())
+
+
+@convolve_rows.register_fake
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None, out_rows: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(out_rows.numel(), weight.shape[0])
+
+
+@custom_op("cp_rewrite::convolve_rows_backward", mutates_args=())
+def convolve_rows_backward(
+    grad: Tensor, rows: Tensor, weight: Tensor, out_rows: Tensor, dilation: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows, weight and bias, of that of the result (R, O)."""
+    entries = rows.shape[0] - dilation * (weight.shape[2] - 1)
+    full = grad.new_zeros(entries, grad.shape[1]).index_copy_(0, out_rows.flatten().long(), grad)
+    numbers = [weight.shape[0]], [1], [0], [dilation], False, [0], groups, [True, True, True]
+    inputs = full.t().unsqueeze(0), rows.t().unsqueeze(0), weight
+    d_rows, d_weight, d_bias = torch.ops.aten.convolution_backward(*inputs, *numbers)
+    return d_rows[0].t().contiguous(), d_weight, d_bias
+
+
+@convolve_rows_backward.register_fake
+def _(grad: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
+
+
+def _keep_convolved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x = bind(_ops.convolve_rows.default, inputs)
+    keep(ctx, rows=x.rows, weight=x.weight, out_rows=x.out_rows, dilation=x.dilation, groups=x.groups)
+    ctx.has_bias = x.bias is not None
+
+
+def _convolved_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    known = kept(ctx)
+    d_rows, d_weight, d_bias = call(_ops.convolve_rows_backward.default, known, grad=grad)
+    known.bias = None
+    named = {"rows": d_rows, "weight": d_weight, "bias": d_bias if ctx.has_bias else None}
+    return gradients(_ops.convolve_rows.default, known, **named)
+
+
+register_autograd("cp_rewrite::convolve_rows", _convolved_backward, setup_context=_keep_convolved)
 
 
 def take_tokens(x: Tensor, dim: int, index_BT: Tensor) -> Tensor:

@@ -46,10 +46,11 @@ from cp_rewrite.planning.names import PlaceRow, StageRow
 from cp_rewrite.planning.routes.push import PUSH, Shape, StageLoad, backward_stages, forward_stages
 from cp_rewrite.torch_internals import call_directly
 
+from .attention import fake_results, finished, has_gaps, register_attention
 from .exchanges.push import zero_others
 from .local_rows import packed_width, split_kv
 from .max_logits import note
-from .schemas import call, fake_results, finished, has_gaps, register_attention
+from .schemas import call
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ from cp_rewrite.planning.names import RoundRow
 from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
+from .attention import add_sinks, fill_gaps, merge_parts, register_attention
 from .local_rows import as_rows, pack_kv, packed_width, split_kv
 from .max_logits import note, note_site
-from .schemas import add_sinks, call, fill_gaps, merge_parts, register_attention
+from .schemas import call
 
 _ops: Any = torch.ops.cp_rewrite
 _KV, _GRADIENTS = 0, 1

@@ -11,15 +11,13 @@ up over the ranks (docs/internals/architecture.md, "Parts and wholes"):
     max_over_ranks           part  -> whole    none
     largest_over_ranks       part  -> whole    whole <- whole    to the rank that had the largest value
 
-`rows_of_ranks`, `sum_rows_of_ranks` and `running_product` are for scans. `neighbour_rows` gives rows of neighbouring
-tokens, whoever holds them: only those that a rank lacks travel, and gradients go back the same way; `planning/reads.py`
-draws the tables. `convolve_rows` is a convolution over tokens, of rows that stand side by side as their tokens do in
-the row.
+`rows_of_ranks` and `sum_rows_of_ranks` are for scans. `neighbour_rows` gives rows of neighbouring tokens, whoever holds
+them: only those that a rank lacks travel, and gradients go back the same way; `planning/reads.py` draws the tables.
 
 The group "" is a group of one rank.
 
 Shapes of rows: N rows of C columns, P ranks; of neighbours R local rows, V rows received, X rows that all ranks have, E
-expanded rows, C columns; of a convolution C and O channels in and out, G groups, K taps.
+expanded rows, C columns.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
@@ -37,7 +34,7 @@ from cp_rewrite.torch_internals import process_group
 
 from . import local_rows
 from .exchanges.needed import all_to_all_rows
-from .schemas import bind, call, gradients, keep, kept
+from .schemas import bind, call, keep, kept
 
 _ops: Any = torch.ops.cp_rewrite
 
@@ -180,39 +177,6 @@ def _summed_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 register_autograd("cp_rewrite::rows_of_ranks", _summed_rows, setup_context=_keep_ranks)
 
 
-@custom_op("cp_rewrite::running_product", mutates_args=())
-def running_product(x: Tensor) -> Tensor:
-    """cumprod of (L, N, C) along dim 1. An op of its own: compilers take its gradient apart by the number of rows."""
-    return x.cumprod(1)
-
-
-@running_product.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@custom_op("cp_rewrite::running_product_backward", mutates_args=())
-def running_product_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, right where x has zeros."""
-    return torch.ops.aten.cumprod_backward(grad, x, 1, x.cumprod(1)).clone()
-
-
-@running_product_backward.register_fake
-def _(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
-def _of_product(ctx: Any, grad: Tensor) -> Tensor:
-    return _ops.running_product_backward.default(grad, ctx.saved_tensors[0])
-
-
-register_autograd("cp_rewrite::running_product", _of_product, setup_context=_keep_input)
-
-
 @custom_op("cp_rewrite::neighbour_rows", mutates_args=())
 def neighbour_rows(
     x: Tensor,
@@ -295,58 +259,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 register_autograd("cp_rewrite::neighbour_rows", _backward, setup_context=_keep)
-
-
-@custom_op("cp_rewrite::convolve_rows", mutates_args=())
-def convolve_rows(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, out_rows: Tensor, dilation: int, groups: int
-) -> Tensor:
-    """(R, O): entry i is conv1d of the rows out_rows[i], out_rows[i] + dilation, …, K of them.
-
-    An op of its own, since compilers would guard the sizes of a convolution over E rows, which every batch changes.
-
-    Args:
-        rows: (E, C). weight: (O, C / G, K). bias: (O,). out_rows: int32, R different ones, of `neighbours_route`.
-    """
-    out = F.conv1d(rows.t().unsqueeze(0), weight, bias, dilation=dilation, groups=groups)
-    return out[0].t().index_select(0, out_rows.flatten())
-
-
-@convolve_rows.register_fake
-def _(rows: Tensor, weight: Tensor, bias: Tensor | None, out_rows: Tensor, *_: Any) -> Tensor:
-    return rows.new_empty(out_rows.numel(), weight.shape[0])
-
-
-@custom_op("cp_rewrite::convolve_rows_backward", mutates_args=())
-def convolve_rows_backward(
-    grad: Tensor, rows: Tensor, weight: Tensor, out_rows: Tensor, dilation: int, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows, weight and bias, of that of the result (R, O)."""
-    entries = rows.shape[0] - dilation * (weight.shape[2] - 1)
-    full = grad.new_zeros(entries, grad.shape[1]).index_copy_(0, out_rows.flatten().long(), grad)
-    numbers = [weight.shape[0]], [1], [0], [dilation], False, [0], groups, [True, True, True]
-    inputs = full.t().unsqueeze(0), rows.t().unsqueeze(0), weight
-    d_rows, d_weight, d_bias = torch.ops.aten.convolution_backward(*inputs, *numbers)
-    return d_rows[0].t().contiguous(), d_weight, d_bias
-
-
-@convolve_rows_backward.register_fake
-def _(grad: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return rows.new_empty(rows.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
-
-
-def _keep_convolved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x = bind(_ops.convolve_rows.default, inputs)
-    keep(ctx, rows=x.rows, weight=x.weight, out_rows=x.out_rows, dilation=x.dilation, groups=x.groups)
-    ctx.has_bias = x.bias is not None
-
-
-def _convolved_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    known = kept(ctx)
-    d_rows, d_weight, d_bias = call(_ops.convolve_rows_backward.default, known, grad=grad)
-    known.bias = None
-    named = {"rows": d_rows, "weight": d_weight, "bias": d_bias if ctx.has_bias else None}
-    return gradients(_ops.convolve_rows.default, known, **named)
-
-
-register_autograd("cp_rewrite::convolve_rows", _convolved_backward, setup_context=_keep_convolved)

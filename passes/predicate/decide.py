@@ -55,7 +55,7 @@ from .cells import turning_points
 from .evaluate import Evaluator
 from .groupings.grouping import Form, Grouping, Kept, Relation
 from .groupings.table import cells, groupings_of
-from .index_maps import reshape
+from .rules import reshape
 from .symbolic import TOKENS, ZERO, Expr, Index, SymTensor, Value, is_bool
 from .worlds import Cell, Pair, Span, Trouble, World, distances, relations
 

@@ -12,23 +12,27 @@ can be told as a count is one, as `recognise` reads counts:
     x[places] = c, read at k      c where SumOver(places(i) == k, i, n) > 0, else x(k)
     x[mask] = c, read at k        c where mask(k), else x(k)
 
+Rules of `MOVES` are maps from an index of the result to an index of the input:
+
+    y = x.transpose(0, 1)         y(i, j) = x(j, i)
+    y = x[:, None]                y(i, 0, k) = x(i, k)
+    y = x.view(-1, 4)             y(i, j) = x(4 i + j)         of a 1-d x
+    y = cat([x, z])               y(i) = x(i) where i < n, else z(i - n)
+
 bool tensors hold truths and others numbers, so `truth` and `numeric` stand where an op takes both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from sympy.core.function import AppliedUndef
 
-from . import index_maps
 from .context import Rule, RuleContext
-from .index_maps import wrap
 from .symbolic import (
     ONE,
     ZERO,
@@ -49,6 +53,15 @@ from .symbolic import (
     on_constants,
     truth,
 )
+
+Shape = tuple[Expr, ...]
+Sizes = Mapping[Expr, Expr]
+"""Index symbol -> the size of the dim that it runs over."""
+
+
+def wrap(dim: int, rank: int) -> int:
+    """A dim counted from the front."""
+    return dim + rank if dim < 0 else dim
 
 
 def _cumsum(ctx: RuleContext, x: SymTensor, dim: int, dtype: torch.dtype | None = None) -> SymTensor:
@@ -163,24 +176,8 @@ DIMS: dict[str, Rule] = {
 """Names of ops, apart by spaces -> their rule."""
 
 
-def _comparison(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
-    return ctx.comparison(ctx.op, x, y)
-
-
-def _and(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
-    return _logic(ctx, sympy.And, x, y)
-
-
-def _or(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
-    return _logic(ctx, sympy.Or, x, y)
-
-
 def _xor(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
     return _logic(ctx, lambda a, b: sympy.Or(sympy.And(a, sympy.Not(b)), sympy.And(sympy.Not(a), b)), x, y)
-
-
-def _not(ctx: RuleContext, x: Any) -> SymTensor:
-    return _logic(ctx, sympy.Not, x)
 
 
 def _logic(ctx: RuleContext, function: Callable[..., Any], *args: Any) -> SymTensor:
@@ -203,10 +200,6 @@ def _mul(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
     if ctx.out.dtype is torch.bool:
         return _logic(ctx, sympy.And, x, y)
     return ctx.pointwise(lambda a, b: numeric(a) * numeric(b), x, y)
-
-
-def _neg(ctx: RuleContext, x: SymTensor) -> SymTensor:
-    return ctx.pointwise(lambda a: -numeric(a), x)
 
 
 def _abs(ctx: RuleContext, x: SymTensor) -> SymTensor:
@@ -246,25 +239,13 @@ def _where(ctx: RuleContext, condition: SymTensor, *branches: Any) -> SymTensor:
     return ctx.pointwise(lambda c, a, b: choose(truth(c), as_value(a), as_value(b)), condition, *branches)
 
 
-def _masked_fill(ctx: RuleContext, x: SymTensor, mask: SymTensor, value: Any) -> SymTensor:
-    return _where(ctx, mask, value, x)
-
-
 def cast(ctx: RuleContext, x: SymTensor, *_: Any, **__: Any) -> SymTensor:
     return ctx.pointwise(truth if ctx.out.dtype is torch.bool else numeric, x)
 
 
-def _floor_divide(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
-    return ctx.pointwise(lambda a, b: sympy.floor(numeric(a) / numeric(b)), x, y)
-
-
-def _remainder(ctx: RuleContext, x: Any, y: Any) -> SymTensor:
-    return ctx.pointwise(lambda a, b: sympy.Mod(numeric(a), numeric(b)), x, y)
-
-
 def _div(ctx: RuleContext, x: Any, y: Any, rounding_mode: str | None = None) -> SymTensor:
-    if rounding_mode == "floor":
-        return _floor_divide(ctx, x, y)
+    if rounding_mode == "floor" or ctx.op == "floor_divide":
+        return ctx.pointwise(lambda a, b: sympy.floor(numeric(a) / numeric(b)), x, y)
     if rounding_mode is not None or not isinstance(y, int | float) or y == 0:
         raise Undecidable("a division that rounds")
     if math.frexp(y)[0] in (0.5, -0.5):
@@ -280,14 +261,14 @@ def _log(ctx: RuleContext, x: SymTensor) -> SymTensor:
 
 
 ELEMENTS: dict[str, Rule] = {
-    "eq ne lt le gt ge": _comparison,
-    "logical_and bitwise_and __and__": _and,
-    "logical_or bitwise_or __or__": _or,
+    "eq ne lt le gt ge": lambda ctx, x, y: ctx.comparison(ctx.op, x, y),
+    "logical_and bitwise_and __and__": lambda ctx, x, y: _logic(ctx, sympy.And, x, y),
+    "logical_or bitwise_or __or__": lambda ctx, x, y: _logic(ctx, sympy.Or, x, y),
     "logical_xor bitwise_xor __xor__": _xor,
-    "logical_not bitwise_not": _not,
+    "logical_not bitwise_not": lambda ctx, x: _logic(ctx, sympy.Not, x),
     "add sub rsub": _add,
     "mul": _mul,
-    "neg": _neg,
+    "neg": lambda ctx, x: ctx.pointwise(lambda a: -numeric(a), x),
     "abs": _abs,
     "sign": _sign,
     "minimum": _minimum,
@@ -295,62 +276,172 @@ ELEMENTS: dict[str, Rule] = {
     "clamp clamp_min": _clamp,
     "clamp_max": lambda ctx, x, max: _clamp(ctx, x, max=max),
     "where": _where,
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda ctx, x, mask, value: _where(ctx, mask, value, x),
     "_to_copy to": cast,
-    "floor_divide": _floor_divide,
-    "remainder": _remainder,
-    "div": _div,
+    "remainder": lambda ctx, x, y: ctx.pointwise(lambda a, b: sympy.Mod(numeric(a), numeric(b)), x, y),
+    "div floor_divide": _div,
     "log": _log,
 }
 """Names of ops, apart by spaces -> their rule."""
 
 
-def _same(ctx: RuleContext, x: SymTensor, **_: Any) -> SymTensor:
-    return x
+def view_of(x: SymTensor, shape: Shape, index_map: Callable[[Index], Index]) -> SymTensor:
+    """A tensor that reads `x` at `index_map(index)`."""
+    return SymTensor(shape, x.dtype, lambda index: x.at(index_map(index)))
 
 
-def _view(ctx: RuleContext, x: SymTensor, *_: Any) -> SymTensor:
-    return index_maps.reshape(x, ctx.shape, ctx.sizes)
+def reshape(x: SymTensor, shape: Shape, sizes: Sizes) -> SymTensor:
+    """Match runs of dims with equal products, then flatten each run and split it again.
+
+    (B, T, 8) -> (B·T, 2, 4)      runs: B T | 8  and  B·T | 2 4
+    y(i, j, k) = x(i // T, i % T, 4 j + k)
+    """
+    groups = _groups(x.shape, shape)
+
+    def index_map(index: Index) -> Index:
+        place: list[Expr] = []
+        for old, new in groups:
+            flat = _flatten([index[d] for d in new], [shape[d] for d in new])
+            place += _unflatten(flat, [x.shape[d] for d in old], sizes)
+        return tuple(place)
+
+    return view_of(x, shape, index_map)
+
+
+def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    """Shortest runs of dims of equally many elements in both shapes: (2, 3, 4), (6, 4) -> ([0, 1], [0]), ([2], [1])."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        a, b = [i] if i < len(old) else [], [j] if j < len(new) else []
+        i, j = i + len(a), j + len(b)
+        left, right = sympy.prod([old[d] for d in a]), sympy.prod([new[d] for d in b])
+        while sympy.expand(left - right) != 0:
+            grow_left = i < len(old) and (j >= len(new) or _divides(left, right))
+            if grow_left:
+                left, a, i = left * old[i], [*a, i], i + 1
+            elif j < len(new):
+                right, b, j = right * new[j], [*b, j], j + 1
+            else:
+                raise Undecidable(f"a reshape from {old} to {new} can't be followed")
+        groups.append((a, b))
+    return groups
+
+
+def _divides(left: Expr, right: Expr) -> bool:
+    """Whether `left`, the product of a run so far, must grow to become `right`."""
+    if left.is_Integer and right.is_Integer:
+        return bool(left < right)
+    return not sympy.cancel(right / left).as_numer_denom()[1].free_symbols
+
+
+def _flatten(index: Sequence[Expr], shape: Sequence[Expr]) -> Expr:
+    flat: Expr = ZERO
+    for e, size in zip(index, shape, strict=True):
+        flat = flat * size + e
+    return sympy.expand(flat)
+
+
+def _unflatten(flat: Expr, shape: Sequence[Expr], sizes: Sizes) -> list[Expr]:
+    if len(shape) == 1:
+        return [flat]
+    index: list[Expr] = []
+    for size in reversed(shape[1:]):
+        flat, rest = split_index(flat, size, sizes)
+        index.insert(0, rest)
+    return [flat, *index] if shape else []
+
+
+def split_index(flat: Expr, size: Expr, sizes: Sizes) -> tuple[Expr, Expr]:
+    """(flat // size, flat % size): exact where the terms of `flat` fall apart, else as floor and Mod.
+
+    8 b + k, 8       ->  (b, k)        where k runs over 8 or fewer
+    8 b + k + 1, 8   ->  (b + floor((k + 1) / 8), Mod(k + 1, 8))
+    """
+    if size == 1:
+        return flat, ZERO
+    high: Expr = ZERO
+    low: Expr = ZERO
+    for term in sympy.Add.make_args(flat):
+        quotient = sympy.cancel(term / size)
+        whole = not (quotient.as_numer_denom()[1] - 1)
+        high, low = (high + quotient, low) if whole else (high, low + term)
+    if low != 0 and not _fits(low, size, sizes):
+        return high + sympy.floor(low / size), sympy.Mod(low, size)
+    return high, low
+
+
+def _fits(low: Expr, size: Expr, sizes: Sizes) -> bool:
+    """0 <= low < size, from the sizes of the dims that its index symbols run over."""
+    top: Expr = ZERO
+    for term in sympy.Add.make_args(low):
+        coefficient, symbols = term.as_coeff_mul()
+        known = [s for s in symbols if s in sizes]
+        if not coefficient.is_nonnegative or (symbols and len(known) != 1):
+            return False
+        rest = sympy.prod([s for s in symbols if s not in sizes])
+        top += coefficient * rest * (sizes[known[0]] - 1) if known else coefficient
+    slack = sympy.expand(size - 1 - top)
+    return bool(slack.is_nonnegative)
 
 
 def _expand(ctx: RuleContext, x: SymTensor, *_: Any, **__: Any) -> SymTensor:
-    return index_maps.expand(x, ctx.shape)
+    return SymTensor(ctx.shape, x.dtype, x.broadcast_at)
 
 
 def _permute(ctx: RuleContext, x: SymTensor, dims: Sequence[int]) -> SymTensor:
-    return index_maps.permute(x, dims)
+    order = [wrap(d, len(x.shape)) for d in dims]
+    back = [order.index(d) for d in range(len(order))]
+    return view_of(x, tuple(x.shape[d] for d in order), lambda i: tuple(i[b] for b in back))
 
 
 def _transpose(ctx: RuleContext, x: SymTensor, a: int, b: int) -> SymTensor:
     order = list(range(len(x.shape)))
     order[a], order[b] = order[b], order[a]
-    return index_maps.permute(x, order)
-
-
-def _t(ctx: RuleContext, x: SymTensor) -> SymTensor:
-    return index_maps.permute(x, list(range(len(x.shape)))[::-1])
+    return _permute(ctx, x, order)
 
 
 def _unsqueeze(ctx: RuleContext, x: SymTensor, dim: int) -> SymTensor:
-    return index_maps.unsqueeze(x, dim)
+    d = wrap(dim, len(x.shape) + 1)
+    return view_of(x, (*x.shape[:d], ONE, *x.shape[d:]), lambda i: (*i[:d], *i[d + 1 :]))
 
 
 def _squeeze(ctx: RuleContext, x: SymTensor, dim: int | Sequence[int] | None = None) -> SymTensor:
-    return index_maps.squeeze(x, [dim] if isinstance(dim, int) else dim)
+    rank = len(x.shape)
+    asked = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {d for d in (wrap(each, rank) for each in asked) if x.shape[d] == 1}
+
+    def index_map(index: Index) -> Index:
+        rest = iter(index)
+        return tuple(ZERO if d in gone else next(rest) for d in range(rank))
+
+    return view_of(x, tuple(s for d, s in enumerate(x.shape) if d not in gone), index_map)
 
 
 def _select(ctx: RuleContext, x: SymTensor, dim: int, index: Any) -> SymTensor:
-    return index_maps.select(x, dim, ctx.size(index))
+    d, place = wrap(dim, len(x.shape)), ctx.size(index)
+    place = place + x.shape[d] if place.is_negative else place
+    return view_of(x, (*x.shape[:d], *x.shape[d + 1 :]), lambda i: (*i[:d], place, *i[d:]))
 
 
 def _slice(
     ctx: RuleContext, x: SymTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> SymTensor:
-    return index_maps.slice_(x, ctx.shape, dim, ctx.size(start or 0), ctx.size(step))
+    return _sliced(x, ctx.shape, dim, ctx.size(start or 0), ctx.size(step))
+
+
+def _sliced(x: SymTensor, shape: Shape, dim: int, start: Expr, step: Expr) -> SymTensor:
+    """x[start::step] of a dim. `shape` is the result's, which knows where the slice ends."""
+    d = wrap(dim, len(x.shape))
+    if start.is_negative:
+        start = start + x.shape[d]
+    elif not start.is_number and start != 0:
+        raise Undecidable(f"a slice starts at {start}, which is no constant")
+    return view_of(x, shape, lambda i: (*i[:d], start + step * i[d], *i[d + 1 :]))
 
 
 def _unbind(ctx: RuleContext, x: SymTensor, dim: int = 0) -> tuple[SymTensor, ...]:
-    return tuple(index_maps.select(x, dim, number(i)) for i in range(len(ctx.outputs)))
+    return tuple(_select(ctx, x, dim, i) for i in range(len(ctx.outputs)))
 
 
 def _split(ctx: RuleContext, x: SymTensor, sizes: Any, dim: int = 0) -> tuple[SymTensor, ...]:
@@ -359,13 +450,14 @@ def _split(ctx: RuleContext, x: SymTensor, sizes: Any, dim: int = 0) -> tuple[Sy
     for ref in ctx.outputs:
         assert ref is not None
         shape = tuple(ctx.size(s) for s in ref.shape)
-        parts.append(index_maps.slice_(x, shape, dim, start, ONE))
+        parts.append(_sliced(x, shape, dim, start, ONE))
         start = start + shape[dim]
     return tuple(parts)
 
 
 def _flip(ctx: RuleContext, x: SymTensor, dims: Sequence[int]) -> SymTensor:
-    return index_maps.flip(x, dims)
+    flipped = {wrap(d, len(x.shape)) for d in dims}
+    return view_of(x, x.shape, lambda i: tuple(x.shape[d] - 1 - e if d in flipped else e for d, e in enumerate(i)))
 
 
 def _roll(ctx: RuleContext, x: SymTensor, shifts: Any, dims: Any = ()) -> SymTensor:
@@ -375,21 +467,67 @@ def _roll(ctx: RuleContext, x: SymTensor, shifts: Any, dims: Any = ()) -> SymTen
             raise Undecidable("roll over flattened dims")
         dims = [0]
     for shift, dim in zip(shifts, dims, strict=True):
-        x = index_maps.roll(x, ctx.size(shift), dim)
+        x = _rolled(x, ctx.size(shift), dim)
     return x
 
 
+def _rolled(x: SymTensor, shift: Expr, dim: int) -> SymTensor:
+    """y(i) = x(i - shift), wrapped around: for shift >= 0, x(i - shift + n) where i < shift."""
+    d = wrap(dim, len(x.shape))
+
+    def function(index: Index) -> Any:
+        moved = sympy.expand(index[d] - shift)
+        wrapped = moved + x.shape[d] if shift.is_nonnegative else moved - x.shape[d]
+        outside = compare("lt", moved, ZERO) if shift.is_nonnegative else compare("ge", moved, x.shape[d])
+        at = [x.at((*index[:d], place, *index[d + 1 :])) for place in (wrapped, moved)]
+        return choose(outside, *at)
+
+    return SymTensor(x.shape, x.dtype, function)
+
+
 def _cat(ctx: RuleContext, parts: Sequence[SymTensor], dim: int = 0) -> SymTensor:
-    return replace(index_maps.cat(parts, ctx.shape, dim), dtype=ctx.out.dtype)
+    """y(i) = the first part at i where i < its size, else the next one at i less that, and so on."""
+    shape = ctx.shape
+    d = wrap(dim, len(shape))
+    parts = [p for p in parts if len(p.shape) == len(shape)]  # cat skips empty 1-d tensors
+
+    def function(index: Index) -> Any:
+        offset: Expr = ZERO
+        pieces: list[tuple[Expr, Any]] = []
+        for part in parts:
+            pieces.append((offset + part.shape[d], part.at((*index[:d], index[d] - offset, *index[d + 1 :]))))
+            offset = offset + part.shape[d]
+        value = pieces[-1][1]
+        for end, piece in reversed(pieces[:-1]):
+            value = choose(compare("lt", index[d], end), piece, value)
+        return value
+
+    return SymTensor(shape, ctx.out.dtype, function)
 
 
 def _stack(ctx: RuleContext, parts: Sequence[SymTensor], dim: int = 0) -> SymTensor:
-    return _cat(ctx, [index_maps.unsqueeze(p, dim) for p in parts], dim)
+    return _cat(ctx, [_unsqueeze(ctx, p, dim) for p in parts], dim)
 
 
 def _pad(ctx: RuleContext, x: SymTensor, widths: Sequence[Any], value: Any = 0) -> SymTensor:
+    """y(i) = x(i - before), `value` outside of x. `widths`: before and after the last dim, then the one before it, …"""
     fill = numeric(ctx.scalar(value)) if x.dtype is not torch.bool else (sympy.true if value else sympy.false)
-    return index_maps.pad(x, ctx.shape, [ctx.size(w) for w in widths], fill)
+    shape = ctx.shape
+    before = {len(shape) - 1 - i // 2: ctx.size(widths[i]) for i in range(0, len(widths), 2)}
+
+    def function(index: Index) -> Any:
+        inner = tuple(e - before.get(d, ZERO) for d, e in enumerate(index))
+        outside = [
+            test
+            for d, width in before.items()
+            for test in (
+                compare("lt", inner[d], ZERO) if width != 0 else sympy.false,
+                compare("ge", inner[d], x.shape[d]) if shape[d] != x.shape[d] + width else sympy.false,
+            )
+        ]
+        return choose(sympy.Or(*outside), fill, x.at(inner))
+
+    return SymTensor(shape, x.dtype, function)
 
 
 def _repeat(ctx: RuleContext, x: SymTensor, *_: Any) -> SymTensor:
@@ -397,10 +535,10 @@ def _repeat(ctx: RuleContext, x: SymTensor, *_: Any) -> SymTensor:
 
     def index_map(index: Index) -> Index:
         pairs = zip(index[lead:], x.shape, shape[lead:], strict=True)
-        return tuple(i if size == whole else index_maps.split_index(i, size, ctx.sizes)[1] for i, size, whole in pairs)
+        return tuple(i if size == whole else split_index(i, size, ctx.sizes)[1] for i, size, whole in pairs)
 
     shape = ctx.shape
-    return index_maps.view_of(x, shape, index_map)
+    return view_of(x, shape, index_map)
 
 
 def _index(ctx: RuleContext, x: SymTensor, indices: Sequence[SymTensor | None]) -> SymTensor:
@@ -417,7 +555,7 @@ def _index(ctx: RuleContext, x: SymTensor, indices: Sequence[SymTensor | None]) 
         picked += [None] * (len(x.shape) - len(picked))
         return tuple(_from_end(p, x.shape[d]) if p is not None else next(rest) for d, p in enumerate(picked))
 
-    return index_maps.view_of(x, shape, index_map)
+    return view_of(x, shape, index_map)
 
 
 def _from_end(place: Expr, size: Expr) -> Expr:
@@ -425,17 +563,17 @@ def _from_end(place: Expr, size: Expr) -> Expr:
 
 
 def _index_select(ctx: RuleContext, x: SymTensor, dim: int, index: SymTensor) -> SymTensor:
-    d = index_maps.wrap(dim, len(x.shape))
-    return index_maps.view_of(x, ctx.shape, lambda i: (*i[:d], numeric(index.at((i[d],))), *i[d + 1 :]))
+    d = wrap(dim, len(x.shape))
+    return view_of(x, ctx.shape, lambda i: (*i[:d], numeric(index.at((i[d],))), *i[d + 1 :]))
 
 
 def _gather(ctx: RuleContext, x: SymTensor, dim: int, index: SymTensor, **_: Any) -> SymTensor:
-    d = index_maps.wrap(dim, len(x.shape))
-    return index_maps.view_of(x, ctx.shape, lambda i: (*i[:d], numeric(index.at(i)), *i[d + 1 :]))
+    d = wrap(dim, len(x.shape))
+    return view_of(x, ctx.shape, lambda i: (*i[:d], numeric(index.at(i)), *i[d + 1 :]))
 
 
 def _embedding(ctx: RuleContext, weight: SymTensor, index: SymTensor, *_: Any) -> SymTensor:
-    return index_maps.view_of(weight, ctx.shape, lambda i: (numeric(index.at(i[:-1])), i[-1]))
+    return view_of(weight, ctx.shape, lambda i: (numeric(index.at(i[:-1])), i[-1]))
 
 
 def _triangle(ctx: RuleContext, x: SymTensor, diagonal: Any = 0) -> SymTensor:
@@ -466,18 +604,6 @@ def _full(ctx: RuleContext, *args: Any, fill_value: Any = None, **_: Any) -> Sym
     return _constant(ctx, args[-1] if fill_value is None else fill_value)
 
 
-def _zeros(ctx: RuleContext, *_: Any, **__: Any) -> SymTensor:
-    return _constant(ctx, 0)
-
-
-def _ones(ctx: RuleContext, *_: Any, **__: Any) -> SymTensor:
-    return _constant(ctx, 1)
-
-
-def _scalar_tensor(ctx: RuleContext, value: Any, **_: Any) -> SymTensor:
-    return _constant(ctx, value)
-
-
 def _fill(ctx: RuleContext, x: SymTensor, value: Any) -> SymTensor:
     if isinstance(value, SymTensor):
         return SymTensor(x.shape, x.dtype, lambda _: value.at(()))
@@ -490,11 +616,11 @@ def _eye(ctx: RuleContext, *_: Any, **__: Any) -> SymTensor:
 
 
 def _copy(ctx: RuleContext, x: SymTensor, source: SymTensor, *_: Any) -> SymTensor:
-    return cast(ctx, index_maps.expand(source, ctx.shape))
+    return cast(ctx, _expand(ctx, source))
 
 
 def _select_scatter(ctx: RuleContext, x: SymTensor, source: SymTensor, dim: int, index: Any) -> SymTensor:
-    d = index_maps.wrap(dim, len(x.shape))
+    d = wrap(dim, len(x.shape))
     place = ctx.size(index) + (x.shape[d] if ctx.size(index).is_negative else 0)
 
     def at(i: Index) -> Value:
@@ -506,7 +632,7 @@ def _select_scatter(ctx: RuleContext, x: SymTensor, source: SymTensor, dim: int,
 def _slice_scatter(
     ctx: RuleContext, x: SymTensor, source: SymTensor, dim: int = 0, start: Any = 0, end: Any = None, step: int = 1
 ) -> SymTensor:
-    d = index_maps.wrap(dim, len(x.shape))
+    d = wrap(dim, len(x.shape))
     first = ctx.size(start or 0)
     first = first + x.shape[d] if first.is_negative else first
     if step != 1:
@@ -527,12 +653,12 @@ def _block_diag(ctx: RuleContext, parts: Sequence[SymTensor]) -> SymTensor:
 
 
 MOVES: dict[str, Rule] = {
-    "clone detach alias lift_fresh_copy lift_fresh contiguous positive": _same,
-    "view _unsafe_view reshape _reshape_alias view_copy": _view,
+    "clone detach alias lift_fresh_copy lift_fresh contiguous positive": lambda ctx, x, **_: x,
+    "view _unsafe_view reshape _reshape_alias view_copy": lambda ctx, x, *_: reshape(x, ctx.shape, ctx.sizes),
     "expand expand_copy": _expand,
     "permute permute_copy": _permute,
     "transpose transpose_copy": _transpose,
-    "t t_copy": _t,
+    "t t_copy": lambda ctx, x: _permute(ctx, x, range(len(x.shape))[::-1]),
     "unsqueeze unsqueeze_copy": _unsqueeze,
     "squeeze squeeze_copy": _squeeze,
     "select select_copy": _select,
@@ -552,9 +678,9 @@ MOVES: dict[str, Rule] = {
     "tril triu": _triangle,
     "arange": _arange,
     "full full_like new_full": _full,
-    "zeros zeros_like new_zeros": _zeros,
-    "ones ones_like new_ones": _ones,
-    "scalar_tensor": _scalar_tensor,
+    "zeros zeros_like new_zeros": lambda ctx, *_, **__: _constant(ctx, 0),
+    "ones ones_like new_ones": lambda ctx, *_, **__: _constant(ctx, 1),
+    "scalar_tensor": lambda ctx, value, **_: _constant(ctx, value),
     "fill": _fill,
     "eye": _eye,
     "copy": _copy,

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import cp_rewrite as cp
 from cp_rewrite.calls import observe
 from cp_rewrite.ops import attention
-from cp_rewrite.ops.schemas import register_attention
+from cp_rewrite.ops.attention import register_attention
 from tests.helpers.pool import Pool
 
 

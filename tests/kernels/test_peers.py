@@ -18,10 +18,10 @@ from cp_rewrite.kernels.peers import group_reasons
 from cp_rewrite.kernels.select import Params, Tables, capabilities, device_facts
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.ops import pushed
+from cp_rewrite.ops.attention import fill_gaps
 from cp_rewrite.ops.exchanges.push import give_back as return_kv
 from cp_rewrite.ops.exchanges.push import take as push_kv
 from cp_rewrite.ops.local_rows import as_rows, split_kv
-from cp_rewrite.ops.schemas import fill_gaps
 from cp_rewrite.planning.routes.by_exchange import Exchange
 from cp_rewrite.planning.routes.gathered import gathered_route
 from cp_rewrite.planning.routes.push import PUSH, push_route

@@ -18,7 +18,7 @@ from cp_rewrite.passes.graph.canonicalize import canonicalize
 from cp_rewrite.passes.graph.nodes import Scope
 from cp_rewrite.passes.graph.writes import written_nodes
 from cp_rewrite.passes.predicate.cells import holds, turning_points
-from cp_rewrite.passes.predicate.index_maps import reshape, split_index
+from cp_rewrite.passes.predicate.rules import reshape, split_index
 from cp_rewrite.passes.predicate.symbolic import ZERO, Select, SymTensor, compare, outer_select
 from cp_rewrite.passes.predicate.worlds import PK, PQ, Cell, K, Q, World, distances
 from cp_rewrite.passes.values.state import Site

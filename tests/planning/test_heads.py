@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cp_rewrite as cp
-from cp_rewrite.ops.schemas import add_sinks, merge_parts, sinks_gradient
+from cp_rewrite.ops.attention import add_sinks, merge_parts, sinks_gradient
 from cp_rewrite.passes.plan_sites import exchange_reasons
 from cp_rewrite.planning.routes.head_deal import HeadDeal
 from tests.helpers.packed import make_schedule, tensors
