@@ -25,7 +25,7 @@ from cp_rewrite.diagnose.check_op import SpotCheck
 from cp_rewrite.passes.capture.capture import capture, for_eager, look_like_row
 from cp_rewrite.passes.graph.diff import graph_lines
 from cp_rewrite.passes.graph.dynamo import unwrapped
-from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.graph.nodes import written_memory
 from cp_rewrite.passes.plan_sites import most_of, traffic_of
 from cp_rewrite.passes.rewrite.inputs import take_snapshots
 from cp_rewrite.passes.values.sizes import PlanConditions

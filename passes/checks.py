@@ -21,13 +21,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.packing import PaddingMask, Tree, WholeRows
+from cp_rewrite.passes.graph.nodes import memory_of, written_memory, written_nodes
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression, fake_mode_of, guard, guards_of, holds, simplified
 
 from .graph.nodes import RegionCall, needs_gradient, region_call, value_of
 from .graph.tokens import LOCAL
-from .graph.writes import memory_of, written_memory, written_nodes
 from .values.sizes import SizeConditions, size_places
 from .values.state import State
 

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch.fx as fx
 from torch import Tensor
 
+from cp_rewrite.passes.graph.nodes import memory_of, written_memory
+
 from .capture.capture import copied
 from .graph.nodes import (
     RegionCall,
@@ -30,7 +32,6 @@ from .graph.nodes import (
     region_calls,
     value_of,
 )
-from .graph.writes import memory_of, written_memory
 from .values.state import State
 
 Found = TypeVar("Found")

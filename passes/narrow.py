@@ -24,6 +24,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.nodes import memory_of, written_nodes
 from cp_rewrite.planning.choose_exchange import exchange_seconds, fill_seconds
 from cp_rewrite.planning.cost.constants import EXPANDED_PASSES, NARROW_GAIN, NARROW_PASSES
 from cp_rewrite.planning.cost.devices import Device, Model
@@ -41,7 +42,6 @@ from .graph.nodes import (
     region_calls,
     value_of,
 )
-from .graph.writes import memory_of, written_nodes
 from .locality.claims import REPLICATED, Extents, Order, Rows, T
 from .locality.ends import read_extents
 from .plan_sites import between_gpus, decide, load_for, model_of, target_speeds

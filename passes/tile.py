@@ -21,6 +21,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cp_rewrite.passes.graph.nodes import memory_of, written_memory
 from cp_rewrite.planning.cost.constants import TILE_GAIN, TILE_GAIN_AGAIN
 from cp_rewrite.planning.plan_input import PlanInput
 from cp_rewrite.torch_internals import FakeTensorMode, HigherOrderOperator
@@ -38,7 +39,6 @@ from .graph.nodes import (
     needs_gradient,
     value_of,
 )
-from .graph.writes import memory_of, written_memory
 from .locality.claims import REPLICATED, UNKNOWN, Extents, Mixes, Order, Partial, Rows, T, joined, with_fewer
 from .locality.run import NodeRunner, States, Trace, unknown_like
 from .values.state import State

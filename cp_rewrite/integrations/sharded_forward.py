@@ -30,8 +30,7 @@ from cp_rewrite.calls.left_out import SHARDS_AGAIN, Input, Read, as_given
 from cp_rewrite.entry import Backend
 from cp_rewrite.experts.layers import OWNED, SharedExperts, SharedWeight, local_weight
 from cp_rewrite.passes.graph.dynamo import input_value
-from cp_rewrite.passes.graph.nodes import graph_modules, value_of
-from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.graph.nodes import graph_modules, value_of, written_memory
 from cp_rewrite.refusal import BACKWARD_HOOKS
 from cp_rewrite.segments.compiled import SegmentCall, compile_once, described, in_order
 from cp_rewrite.segments.cut import ROOT, cut_graph

@@ -28,8 +28,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from cp_rewrite import torch_internals
 from cp_rewrite.calls import observe
 from cp_rewrite.passes.graph.dynamo import inner_mode, source_name, source_of
-from cp_rewrite.passes.graph.nodes import attribute_of, needs_gradient, outputs_of, value_of
-from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.passes.graph.nodes import attribute_of, memory_of, needs_gradient, outputs_of, value_of
 from cp_rewrite.passes.rewrite.inputs import take_snapshots
 from cp_rewrite.torch_internals import expression, fake_mode_of, is_parameter, memory_id
 

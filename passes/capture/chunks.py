@@ -36,13 +36,15 @@ from cp_rewrite.passes.graph.nodes import (
     RegionCall,
     bind,
     give_body,
+    memory_of,
     modes_of,
     nested_graphs,
     op_name,
     region_call,
     value_of,
+    writers_between,
+    written_nodes,
 )
-from cp_rewrite.passes.graph.writes import memory_of, writers_between, written_nodes
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of, has_one, ranges_of
 

@@ -30,8 +30,15 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._pytree import tree_leaves
 
 from cp_rewrite.passes.graph.new_nodes import maker
-from cp_rewrite.passes.graph.nodes import bind, draws_random_numbers, graph_modules, op_name, value_of
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.nodes import (
+    bind,
+    draws_random_numbers,
+    graph_modules,
+    memory_of,
+    op_name,
+    value_of,
+    written_nodes,
+)
 from cp_rewrite.torch_internals import FakeTensorMode, expression, fake_mode_of
 
 from .scatters import replace_written

@@ -28,9 +28,8 @@ from cp_rewrite.torch_internals import (
     transform_depth,
 )
 
-from .nodes import Scope, attribute_of, enclosing, guard_number, nested_scopes, outputs_of, resolve
+from .nodes import Scope, attribute_of, enclosing, guard_number, nested_scopes, outputs_of, resolve, written_nodes
 from .tokens import passed_numbers
-from .writes import written_nodes
 
 # Their ATen ops can't be made functional.
 _INPLACE_BITS = {

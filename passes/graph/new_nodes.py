@@ -156,7 +156,11 @@ def place_by(new: fx.Node, like: fx.Node, mode: FakeTensorMode) -> None:
     new.meta["example_value"] = value
 
 
-def maker(before: fx.Node, mode: FakeTensorMode) -> Callable[..., fx.Node]:
+Maker = Callable[..., fx.Node]
+"""Makes a node of a target and its arguments."""
+
+
+def maker(before: fx.Node, mode: FakeTensorMode) -> Maker:
     """A function that makes nodes in front of a node, in its place of the source: of a function, or a method's name,
     and its arguments."""
 

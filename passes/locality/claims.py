@@ -33,7 +33,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.values.sizes import token_count
-from cp_rewrite.planning.plan_input import RowMap, TokenCount
+from cp_rewrite.planning.row_map import RowMap, TokenCount
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import expression, simplified
 

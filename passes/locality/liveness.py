@@ -10,8 +10,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.nodes import graph_modules, is_function, nested_graphs, region_call, region_calls, value_of
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.nodes import (
+    graph_modules,
+    is_function,
+    memory_of,
+    nested_graphs,
+    region_call,
+    region_calls,
+    value_of,
+    written_nodes,
+)
 from cp_rewrite.passes.locality.claims import Extents
 
 

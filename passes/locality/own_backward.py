@@ -22,8 +22,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.nodes import needs_gradient, nested_graphs, outputs_of, value_of
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.nodes import memory_of, needs_gradient, nested_graphs, outputs_of, value_of, written_nodes
 from cp_rewrite.passes.values.edits import Insert
 from cp_rewrite.planning.plan_input import HAS_TOKEN
 from cp_rewrite.refusal import Reason

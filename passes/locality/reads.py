@@ -20,12 +20,20 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cp_rewrite.passes.graph.nodes import graph_modules, modes_of, needs_gradient, op_name, value_of
+from cp_rewrite.passes.graph.nodes import (
+    graph_modules,
+    memory_of,
+    modes_of,
+    needs_gradient,
+    op_name,
+    value_of,
+    written_nodes,
+)
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
 from cp_rewrite.passes.values.edits import NeighbourRead, OfSums
 from cp_rewrite.passes.values.sizes import token_count
-from cp_rewrite.planning.plan_input import EXTRAS, ROW, ZERO, Neighbours, Piece, RowMap, TokenCount
+from cp_rewrite.planning.plan_input import EXTRAS, Neighbours
+from cp_rewrite.planning.row_map import ROW, ZERO, Piece, RowMap, TokenCount
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import HigherOrderOperator

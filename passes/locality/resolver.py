@@ -10,8 +10,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from cp_rewrite.passes.graph.nodes import op_name
-from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.passes.graph.nodes import memory_of, op_name
 from cp_rewrite.passes.values.edits import Conversion, Converted, Insert, Lowering, Step
 from cp_rewrite.sharding import Sharding, group_of
 

@@ -20,8 +20,7 @@ from torch import SymFloat, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_rewrite.passes.graph.new_nodes import tracing
-from cp_rewrite.passes.graph.nodes import needs_gradient, value_of
-from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.passes.graph.nodes import memory_of, needs_gradient, value_of
 from cp_rewrite.refusal import Reason
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import (

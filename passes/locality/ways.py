@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.passes.graph.nodes import written_nodes
 from cp_rewrite.passes.values.edits import Conversion, OfSums, Ranks, RunOverRanks, Step
 from cp_rewrite.planning.plan_input import HAS_TOKEN, IN_DOCUMENT, ROW_TOKENS, PlanInput
 from cp_rewrite.refusal import Reason

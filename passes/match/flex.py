@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.packing import CuSeqlens, packing_args
-from cp_rewrite.passes.capture.capture import is_flash_attn
+from cp_rewrite.passes.capture.attention import is_flash_attn
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError
 from cp_rewrite.passes.graph.dynamo import FLEX_OPERANDS, FlexBlocks
 from cp_rewrite.passes.graph.nodes import (

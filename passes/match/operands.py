@@ -13,8 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cp_rewrite.passes.graph.canonicalize import CanonicalizeError, canonicalize
-from cp_rewrite.passes.graph.nodes import Scope, constant, needs_gradient, shape_of
-from cp_rewrite.passes.graph.writes import writers_between
+from cp_rewrite.passes.graph.nodes import Scope, constant, needs_gradient, shape_of, writers_between
 from cp_rewrite.passes.predicate.context import Leaf
 from cp_rewrite.passes.predicate.evaluate import Evaluator
 from cp_rewrite.passes.predicate.symbolic import ZERO

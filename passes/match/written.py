@@ -37,9 +37,10 @@ from cp_rewrite.passes.graph.nodes import (
     read_by,
     shape_of,
     times_constant,
+    writers_between,
+    written_nodes,
 )
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.graph.writes import writers_between, written_nodes
 from cp_rewrite.refusal import Reason, Refusal
 from cp_rewrite.torch_internals import expression
 

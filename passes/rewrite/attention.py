@@ -24,8 +24,8 @@ from cp_rewrite.ops.exchange import padded_columns
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, insert, size_of, take_place
 from cp_rewrite.passes.graph.nodes import value_of
 from cp_rewrite.passes.values.state import Cut, Decision, TokenRows
-from cp_rewrite.planning.plan_input import TokenCount
 from cp_rewrite.planning.routes.by_exchange import Exchange
+from cp_rewrite.planning.row_map import TokenCount
 from cp_rewrite.sharding import Sharding
 from cp_rewrite.torch_internals import FakeTensorMode
 

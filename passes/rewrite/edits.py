@@ -27,7 +27,8 @@ from cp_rewrite.passes.locality.call import COPIES, METADATA, aten_name
 from cp_rewrite.passes.values.edits import READ, Lowering, NeighbourRead, PositionGenerator, Ranks, RowPositions, Step
 from cp_rewrite.passes.values.sizes import token_count
 from cp_rewrite.passes.values.state import State
-from cp_rewrite.planning.plan_input import HAS_TOKEN, NEIGHBOURS, ROW_INDEX, TOKEN_INDEX, TokenCount
+from cp_rewrite.planning.plan_input import HAS_TOKEN, NEIGHBOURS, ROW_INDEX, TOKEN_INDEX
+from cp_rewrite.planning.row_map import TokenCount
 from cp_rewrite.refusal import Reason, Refusal, RewriteRefused
 from cp_rewrite.sharding import Sharding, group_of
 from cp_rewrite.torch_internals import FakeTensorMode, TorchDispatchMode, matmul

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_rewrite.passes.graph.dynamo import fake_input, inner_mode
 from cp_rewrite.passes.graph.new_nodes import FakeValues
-from cp_rewrite.passes.graph.nodes import graph_modules, needs_gradient, region_calls, value_of
-from cp_rewrite.passes.graph.writes import memory_of
+from cp_rewrite.passes.graph.nodes import graph_modules, memory_of, needs_gradient, region_calls, value_of
 from cp_rewrite.passes.values.state import State
 from cp_rewrite.planning.plan_input import IN_DOCUMENT, TOKEN_ROWS, PlanInput
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of

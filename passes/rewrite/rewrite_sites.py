@@ -12,8 +12,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from cp_rewrite.batch.active import site_inputs
 from cp_rewrite.passes.graph.new_nodes import insert, take_place
 from cp_rewrite.passes.graph.new_nodes import insert as insert_nodes
-from cp_rewrite.passes.graph.nodes import graph_modules, needs_gradient, region_call
-from cp_rewrite.passes.graph.writes import memory_of, written_nodes
+from cp_rewrite.passes.graph.nodes import graph_modules, memory_of, needs_gradient, region_call, written_nodes
 from cp_rewrite.passes.locality.liveness import live_nodes
 from cp_rewrite.passes.values.edits import Insert, NeighbourRead
 from cp_rewrite.passes.values.state import State

@@ -11,7 +11,7 @@ import sympy
 import torch.fx as fx
 from torch import SymInt, Tensor
 
-from cp_rewrite.planning.plan_input import TokenCount
+from cp_rewrite.planning.row_map import TokenCount
 from cp_rewrite.torch_internals import expression, fake_mode_of, take_guards
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite import PackedMask, Reason, Refusal
-from cp_rewrite.passes.capture.capture import part_flash_attn
+from cp_rewrite.passes.capture.attention import part_flash_attn
 from cp_rewrite.passes.graph.tokens import TokenAxis
 from cp_rewrite.passes.match.find_sites import match_sites
 from cp_rewrite.passes.values.state import Site

@@ -15,8 +15,7 @@ from torch import Tensor
 import cp_rewrite as cp
 from cp_rewrite import Documents, PackedMask, Reason, Refusal
 from cp_rewrite.passes.graph.canonicalize import canonicalize
-from cp_rewrite.passes.graph.nodes import Scope
-from cp_rewrite.passes.graph.writes import written_nodes
+from cp_rewrite.passes.graph.nodes import Scope, written_nodes
 from cp_rewrite.passes.predicate.cells import holds, turning_points
 from cp_rewrite.passes.predicate.rules import reshape, split_index
 from cp_rewrite.passes.predicate.symbolic import ZERO, Select, SymTensor, compare, outer_select

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from cp_rewrite.diagnose.check import difference
-from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.graph.nodes import written_memory
 from cp_rewrite.passes.rewrite.inputs import take_snapshots
 
 STEP = 0.7

@@ -17,8 +17,9 @@ from cp_rewrite.capacity import Capacity
 from cp_rewrite.documents import Documents
 from cp_rewrite.planning.batch_plan import BatchPlan, plan_batch
 from cp_rewrite.planning.names import LAYOUTS
-from cp_rewrite.planning.plan_input import EXTRAS, ZERO, Neighbours, Piece, RowMap, TokenCount
+from cp_rewrite.planning.plan_input import EXTRAS, Neighbours
 from cp_rewrite.planning.reads import neighbours_route
+from cp_rewrite.planning.row_map import ZERO, Piece, RowMap, TokenCount
 
 ops: Any = torch.ops.cp_rewrite
 T = TokenCount(0, 1)

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cp_rewrite.passes.graph.nodes import graph_modules
-from cp_rewrite.passes.graph.writes import written_memory
+from cp_rewrite.passes.graph.nodes import graph_modules, written_memory
 from cp_rewrite.segments.compiled import description
 from cp_rewrite.segments.cut import cut_graph
 

@@ -24,7 +24,7 @@ from cp_rewrite.passes.locality.claims import (
     checked,
 )
 
-from .indexing import follow_order
+from .sorted_rows import follow_order
 
 
 def pointwise(call: Call) -> TensorState:

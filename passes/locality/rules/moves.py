@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.claims import REPLICATED, B, Mixes, Moved, Partial, Rows, T, Taps, fewer, with_fewer
-from cp_rewrite.planning.plan_input import ROW, ZERO, Piece, RowMap, TokenCount
+from cp_rewrite.planning.row_map import ROW, ZERO, Piece, RowMap, TokenCount
 
 
 def _move(gives: Callable[[Call], Moved]) -> Callable[[Call], Moved]:

@@ -24,9 +24,8 @@ from torch import Tensor
 from cp_rewrite.ops.states.maps import state_shapes, wide
 from cp_rewrite.packing import CuSeqlens
 from cp_rewrite.passes.graph.canonicalize import CanonicalizeError, canonicalize
-from cp_rewrite.passes.graph.nodes import Scope, bind, schema_of, value_of
+from cp_rewrite.passes.graph.nodes import Scope, bind, memory_of, schema_of, value_of, written_memory
 from cp_rewrite.passes.graph.tokens import TokenAxis
-from cp_rewrite.passes.graph.writes import memory_of, written_memory
 from cp_rewrite.passes.locality.call import Call
 from cp_rewrite.passes.locality.claims import REPLICATED, B, Mixes, Rows, T
 from cp_rewrite.passes.predicate.evaluate import Evaluator

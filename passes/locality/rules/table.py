@@ -33,7 +33,7 @@ from cp_rewrite.passes.locality.rules import moves
 from cp_rewrite.refusal import Reason
 from cp_rewrite.torch_internals import OpOverload
 
-from . import experts, indexing, ordered, picked, reductions, scans, shapes, states, wholes
+from . import experts, indexing, ordered, picked, reductions, scans, shapes, sorted_rows, states, wholes
 from .elementwise import cast, log_sigmoid, pointwise
 from .reductions import convolution_dims, normalized_dims, pooled_dims
 from .rule import Alone, MovesRows, OverRanks, Rule, Takes, last_dim, over, refused, rows, rule, same_dims, unchanged
@@ -195,11 +195,11 @@ INDEXED = (
 
 # Rows are sorted by a key, worked on in groups, and put back in place by index_put: see `experts`.
 SORTED = (
-    rule("sort", Alone(indexing.sort), OverRanks(ordered.sort)),
+    rule("sort", Alone(sorted_rows.sort), OverRanks(ordered.sort)),
     # of sorted keys -> sizes of their groups; of others -> per-rank counts
-    rule("histc", Alone(indexing.group_sizes), OverRanks(wholes.histc)),
-    rule("cumsum", Alone(indexing.cumsum, GROUPS), OverRanks(scans.scanned)),
-    rule("_grouped_mm transformers::grouped_mm_fallback", Alone(indexing.grouped_product, GROUPS)),
+    rule("histc", Alone(sorted_rows.group_sizes), OverRanks(wholes.histc)),
+    rule("cumsum", Alone(sorted_rows.cumsum, GROUPS), OverRanks(scans.scanned)),
+    rule("_grouped_mm transformers::grouped_mm_fallback", Alone(sorted_rows.grouped_product, GROUPS)),
     # rows go to their experts, on whatever rank these are, and come back -> the same dims
     rule(experts.OP, OverRanks(experts.without_fill), Alone(experts.experts)),
 )
