@@ -230,18 +230,9 @@ class Push:
     """
 
     def __init__(
-        self,
-        k_RHD: Tensor,
-        v_RHV: Tensor,
-        sends: Tensor,
-        targets: Tensor,
-        ends: Tensor,
-        copied: Tensor,
-        partners: Tensor,
-        capacity: Tensor,
-        group: str,
-        stages: Sequence[int] = (1,),
-    ) -> None:
+        self, k_RHD: Tensor, v_RHV: Tensor, sends: Tensor, targets: Tensor, ends: Tensor,
+        copied: Tensor, partners: Tensor, capacity: Tensor, group: str, stages: Sequence[int] = (1,),
+    ) -> None:  # fmt: skip
         k_width, size = chunks(k_RHD), k_RHD.element_size()
         width = k_width + chunks(v_RHV)
         self._channel = channel(group, "push", int(capacity) * width * 16, k_RHD.device)
@@ -331,16 +322,9 @@ class Return:
     """
 
     def __init__(
-        self,
-        expanded_EC: Tensor,
-        partners: Tensor,
-        capacity: Tensor,
-        holder_ptr: Tensor,
-        holders: Tensor,
-        group: str,
-        mxint15: bool = False,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
+        self, expanded_EC: Tensor, partners: Tensor, capacity: Tensor,
+        holder_ptr: Tensor, holders: Tensor, group: str, mxint15: bool = False, stream: torch.cuda.Stream | None = None,
+    ) -> None:  # fmt: skip
         self._width, self._receivers = chunks(expanded_EC), partners[1:]
         self._lists = holder_ptr.data_ptr(), holders.data_ptr()
         self._capacity, self._slots = int(capacity), (0, 0)

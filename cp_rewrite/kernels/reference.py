@@ -41,15 +41,9 @@ def forward(q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, tables: Tables, params:
 
 
 def backward(
-    dout_RHV: Tensor,
-    q_RHD: Tensor,
-    k_EHD: Tensor,
-    v_EHV: Tensor,
-    out_RHV: Tensor,
-    lse_HR: Tensor,
-    tables: Tables,
-    params: Params,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout_RHV: Tensor, q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, out_RHV: Tensor, lse_HR: Tensor,
+    tables: Tables, params: Params,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q (R, Hq, D), k (E, Hkv, D) and v (E, Hkv, V), in their dtypes; exact zeros in rows of no piece."""
     acc = torch.promote_types(q_RHD.dtype, torch.float32)
     dq = torch.zeros_like(q_RHD, memory_format=torch.contiguous_format)

@@ -153,26 +153,12 @@ def register_attention(
 
 @custom_op("cp_rewrite::packed_attention", mutates_args=())
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    route: Sequence[Tensor],
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    keep_kv: bool,
-    exchange: str,
-    group: str,
-    world_size: int,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    route: Sequence[Tensor], scale: float, softcap: float, kernel: str, deterministic: bool,
+    keep_kv: bool, exchange: str, group: str, world_size: int, sinks: Tensor | None,
     site: str = "",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of this rank's queries over the keys of their documents.
 
     Args:
@@ -205,23 +191,10 @@ def _attended(
 
 @custom_op("cp_rewrite::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    heads_kv: int,
-    dim_v: int,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    unrounded: bool,
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    heads_kv: int, dim_v: int, scale: float, softcap: float, kernel: str, deterministic: bool, unrounded: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (R, Hq, D) in q's dtype and dkv (E, C) in kv's, or in fp32 with `unrounded` (see `Params`); exact zeros in
     rows of no piece."""
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
@@ -250,19 +223,9 @@ def travels_beside(exchange: Exchange, kernel: str) -> bool:
 
 
 def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    tables: Sequence[Any],
-    route: Sequence[Any],
-    exchange: Exchange,
-    params: Params,
-    kernel: str,
-    keep_kv: bool = False,
-    sinks: Any = None,
-    heads: HeadScatter | None = None,
-    site: str = "",
-) -> Any:
+    q: Any, k: Any, v: Any, tables: Sequence[Any], route: Sequence[Any], exchange: Exchange, params: Params,
+    kernel: str, keep_kv: bool = False, sinks: Any = None, heads: HeadScatter | None = None, site: str = "",
+) -> Any:  # fmt: skip
     """Exchange keys and values, then attend: (out, lse) of `packed_attention`. Works on tensors and on graph proxies.
 
     Args:
@@ -313,20 +276,10 @@ for _op in (packed_attention, packed_attention_backward):
 
 @custom_op("cp_rewrite::gathered_attention", mutates_args=())
 def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    sinks: Tensor | None,
-    site: str = "",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    scale: float, softcap: float, kernel: str, deterministic: bool, sinks: Tensor | None, site: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`packed_attention` of q (R, Hq, D) over expanded rows k (E, Hkv, D) and v (E, Hkv, V); nothing travels.
 
     Returns out (R, Hq, V) and lse (Hq, R), as there.
@@ -337,21 +290,10 @@ def gathered_attention(
 
 @custom_op("cp_rewrite::gathered_attention_backward", mutates_args=())
 def gathered_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    scale: float, softcap: float, kernel: str, deterministic: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (R, Hq, D), and dk and dv as one (E, C); exact zeros in rows of no piece."""
     tables = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches)
     return _gradients(dout, q, k, v, out, lse, tables, Params(scale, softcap, deterministic), kernel)

@@ -390,23 +390,11 @@ _ops: Any = torch.ops.cp_rewrite
 
 @custom_op("cp_rewrite::pushed_attention", mutates_args=())
 def pushed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    route: Sequence[Tensor],
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    keep_kv: bool,
-    group: str,
-    sinks: Tensor | None,
-    site: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    route: Sequence[Tensor], scale: float, softcap: float, kernel: str, deterministic: bool,
+    keep_kv: bool, group: str, sinks: Tensor | None, site: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`packed_attention` with its exchange: (out, lse, kv). `route` holds the tensors of `PUSH`. With `keep_kv` kv are
     the expanded rows, (E, C), none where all is in place; else (0, C): they are pushed again in the backward."""
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
@@ -447,24 +435,10 @@ def _fake_rows(x: SimpleNamespace) -> tuple[Tensor]:
 
 @custom_op("cp_rewrite::pushed_attention_backward", mutates_args=())
 def pushed_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    route: Sequence[Tensor],
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None, out: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    route: Sequence[Tensor], scale: float, softcap: float, kernel: str, deterministic: bool, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq (R, Hq, D), dk (R, Hkv, D) and dv (R, Hkv, V) of this rank's rows, in their dtypes; kv: if it was kept."""
     tables, params = Tables(cu_seqlens_q, cu_seqlens_k, pieces, launches), Params(scale, softcap, deterministic)
 

@@ -43,26 +43,12 @@ _KV, _GRADIENTS = 0, 1
 
 @custom_op("cp_rewrite::ring_attention", mutates_args=())
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    kv_rows: Tensor,
-    sum_ptr: Tensor,
-    sum_rows: Tensor,
-    rounds: Tensor,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    group: str,
-    world_size: int,
-    sinks: Tensor | None,
-    site: str = "",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    kv_rows: Tensor, sum_ptr: Tensor, sum_rows: Tensor, rounds: Tensor,
+    scale: float, softcap: float, kernel: str, deterministic: bool,
+    group: str, world_size: int, sinks: Tensor | None, site: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of this rank's queries over the keys of their documents, which come round.
 
     Args:
@@ -95,27 +81,11 @@ def ring_attention(
 
 @custom_op("cp_rewrite::ring_attention_backward", mutates_args=())
 def ring_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    pieces: Tensor,
-    launches: Tensor,
-    kv_rows: Tensor,
-    sum_ptr: Tensor,
-    sum_rows: Tensor,
-    rounds: Tensor,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    deterministic: bool,
-    group: str,
-    world_size: int,
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, pieces: Tensor, launches: Tensor,
+    kv_rows: Tensor, sum_ptr: Tensor, sum_rows: Tensor, rounds: Tensor,
+    scale: float, softcap: float, kernel: str, deterministic: bool, group: str, world_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (R, Hq, D) in q's dtype, and the gradients of this rank's packed rows (R, C) in fp32 (fp64 for fp64).
 
     Every owner's gradients are summed in the order in which its rows go round, so two runs are bitwise equal.

@@ -112,26 +112,20 @@ def _keep_share(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.mark_non_differentiable(output[1])
 
 
-def _whole(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
-
-
-def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _ops.sum_over_ranks(grad, ctx.second), None
-
-
-def _divided(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad / ctx.second, None
-
-
-def _to_the_largest(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
-    return grad * ctx.saved_tensors[0], None, None
-
-
-register_autograd("cp_rewrite::sum_over_ranks", _whole, setup_context=_keep_second)
-register_autograd("cp_rewrite::sum_gradient_over_ranks", _summed, setup_context=_keep_second)
-register_autograd("cp_rewrite::share_out_gradient", _divided, setup_context=_keep_second)
-register_autograd("cp_rewrite::largest_over_ranks", _to_the_largest, setup_context=_keep_share)
+register_autograd("cp_rewrite::sum_over_ranks", lambda ctx, grad: (grad, None), setup_context=_keep_second)
+register_autograd(
+    "cp_rewrite::sum_gradient_over_ranks",
+    lambda ctx, grad: (_ops.sum_over_ranks(grad, ctx.second), None),
+    setup_context=_keep_second,
+)
+register_autograd(
+    "cp_rewrite::share_out_gradient", lambda ctx, grad: (grad / ctx.second, None), setup_context=_keep_second
+)
+register_autograd(
+    "cp_rewrite::largest_over_ranks",
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None, None),
+    setup_context=_keep_share,
+)
 
 
 @custom_op("cp_rewrite::rows_of_ranks", mutates_args=())
@@ -179,17 +173,9 @@ register_autograd("cp_rewrite::rows_of_ranks", _summed_rows, setup_context=_keep
 
 @custom_op("cp_rewrite::neighbour_rows", mutates_args=())
 def neighbour_rows(
-    x: Tensor,
-    extras: Tensor,
-    rows: Tensor,
-    send_rows: Tensor,
-    splits: Tensor,
-    sum_ptr: Tensor,
-    sum_rows: Tensor,
-    return_ptr: Tensor,
-    return_rows: Tensor,
-    group: str,
-) -> Tensor:
+    x: Tensor, extras: Tensor, rows: Tensor, send_rows: Tensor, splits: Tensor,
+    sum_ptr: Tensor, sum_rows: Tensor, return_ptr: Tensor, return_rows: Tensor, group: str,
+) -> Tensor:  # fmt: skip
     """(E, C): rows of this rank, of others and `extras`, as `rows` names them.
 
     Args:
@@ -214,17 +200,10 @@ def _(x: Tensor, extras: Tensor, rows: Tensor, *_: Any) -> Tensor:
 
 @custom_op("cp_rewrite::return_neighbour_rows", mutates_args=())
 def return_neighbour_rows(
-    grad: Tensor,
-    splits: Tensor,
-    send_rows: Tensor,
-    sum_ptr: Tensor,
-    sum_rows: Tensor,
-    return_ptr: Tensor,
-    return_rows: Tensor,
-    size: int,
-    others: int,
-    group: str,
-) -> Tensor:
+    grad: Tensor, splits: Tensor, send_rows: Tensor,
+    sum_ptr: Tensor, sum_rows: Tensor, return_ptr: Tensor, return_rows: Tensor,
+    size: int, others: int, group: str,
+) -> Tensor:  # fmt: skip
     """The transpose of `neighbour_rows`: (R + X, C) sums of gradients (E, C), in fp32 (fp64 for fp64), in a fixed
     order. Those of `extras` are this rank's part. Args: size: R. others: X."""
     if not group:

@@ -245,10 +245,6 @@ def _others(state: Moved) -> list[fx.Node]:
     return [piece.of for piece in pieces if isinstance(piece.of, fx.Node)]
 
 
-def _leaves(state: States) -> list[Any]:
-    return tree_leaves(state) if isinstance(state, list) else [state]
-
-
 def _without_gradients(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes that run while no gradients are recorded: their example values do not tell."""
     modes = (item for module in graph_modules(gm) for item in modes_of(module.graph).items())
@@ -270,9 +266,13 @@ def _written_memory(gm: fx.GraphModule) -> set[int | None] | None:
 _REGION = "a nested region is called with tokens that it moves and with other values: call it with one kind"
 
 
+def _leaves(state: States) -> list[Any]:
+    return tree_leaves(state) if isinstance(state, list) else [state]
+
+
 def fewer_of(state: Any) -> int:
     """By how many tokens fewer than the row a node's tensors have; 0 where they have as many."""
-    rows = [leaf for leaf in (tree_leaves(state) if isinstance(state, list) else [state]) if isinstance(leaf, Rows)]
+    rows = [leaf for leaf in _leaves(state) if isinstance(leaf, Rows)]
     return next((by for leaf in rows if (by := fewer(leaf.dims))), 0)
 
 

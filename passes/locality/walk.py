@@ -474,7 +474,9 @@ def shared_by_rows(
         return None
     for node in gm.graph.nodes:
         sources = [n for n in node.all_input_nodes if n in shared]
-        if not sources or node in shared or (node not in live and node.op != "output") or _asks_for_sizes(node):
+        if not sources or node in shared or (node not in live and node.op != "output"):
+            continue
+        if isinstance(value_of(node), int | torch.SymInt | torch.Size):
             continue
         state = env.get(node)
         if not isinstance(state, Rows) or node in changed or not _can_run_again(node):
@@ -505,10 +507,6 @@ def _reader(node: fx.Node, source: fx.Node, state: Rows) -> RowReader | None:
     value: Tensor = value_of(source)
     dim = state.dims.index((B,)) - (len(state.dims) - value.ndim)
     return RowReader(node, source, dim) if dim < 0 or value.shape[dim] == 1 else None
-
-
-def _asks_for_sizes(node: fx.Node) -> bool:
-    return isinstance(value_of(node), int | torch.SymInt | torch.Size)
 
 
 def _casts(gm: fx.GraphModule) -> bool:

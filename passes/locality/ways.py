@@ -287,7 +287,8 @@ class Ways:
         attention = "scaled_dot_product" in call.name
         if attention and not all(state in (REPLICATED, WHOLE) for state in states):
             raise Mixes(f"{call.name} is attention whose mask was not proven: call it by itself, with the mask")
-        if torch.Tag.nondeterministic_seeded in call.func.tags and not (attention and _without_dropout(call)):
+        drops = not attention or call.bound.get("dropout_p", 0.0) != 0.0
+        if torch.Tag.nondeterministic_seeded in call.func.tags and drops:
             return self._drawn(call)
         cut = any(state is not REPLICATED for state in states)
         vouched = cut and vouched_name(call.func) in self.vouched
@@ -351,10 +352,6 @@ def _apply(way: Alone, call: Call) -> States:
 def _listed(call: Call, new: States) -> list[TensorState]:
     """A state for each result."""
     return list(new) if isinstance(new, Sequence) else [new] * len(call.outs)
-
-
-def _without_dropout(call: Call) -> bool:
-    return call.bound.get("dropout_p", 0.0) == 0.0
 
 
 def _after_deferred(call: Call, deferred: Deferred) -> TensorState:

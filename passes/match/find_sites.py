@@ -219,13 +219,11 @@ def is_sdpa(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _SDPA
 
 
-def _may_be_attention(node: fx.Node) -> bool:
-    """Whether a node is attention, or a softmax that may be part of attention."""
-    return is_sdpa(node) or _is_module(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
-
-
 def _is_attention_over(node: fx.Node, tokens: TokenAxis) -> bool:
-    return _may_be_attention(node) and not (is_sdpa(node) and not _over_tokens(node, tokens))
+    """True if a node is attention over tokens, or a softmax that may be part of one."""
+    if is_sdpa(node):
+        return _over_tokens(node, tokens)
+    return _is_module(node) or is_flex(node) or is_varlen(node) or is_softmax(node)
 
 
 def _over_tokens(node: fx.Node, tokens: TokenAxis) -> bool:

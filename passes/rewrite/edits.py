@@ -5,7 +5,7 @@ keep_sizes, keep_rows,    nodes that make tensors of fewer tokens than the row
 enter_region, leave_region
 lower_node                nodes taken apart into ATen ops, of which those that a `Lowering` names are changed
 globalize,                positions of the shard made global: for all rows of the batch at once, or, where these are
-keep_rows_apart           cut in different orders, for each row by itself (`locality/row_positions.py`)
+keep_rows_apart           cut in different orders, for each row by itself (`shared_by_rows` in `locality/walk.py`)
 """
 
 from __future__ import annotations

@@ -94,18 +94,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, launch: 
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    launch: Launch,
-    params: Params,
-) -> None:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    launch: Launch, params: Params,
+) -> None:  # fmt: skip
     inputs, grads, overlap = (q, k, v, out, dout, lse), (dq, dk, dv), launch.overlap
     mxint15 = overlap is not None and overlap.mxint15
     key = key_of((*inputs, *grads), dk.dtype, mxint15, params.scale, params.softcap, params.deterministic)

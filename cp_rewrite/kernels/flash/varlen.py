@@ -318,15 +318,9 @@ def functions(forward: Forward, backward: Backward) -> tuple[Callable[..., Any],
 
 
 def run_forward(
-    kernel: Forward,
-    q_RHD: Tensor,
-    k_EHD: Tensor,
-    v_EHV: Tensor,
-    tables: Tables,
-    params: Params,
-    overlap: ForwardOverlap | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    kernel: Forward, q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor,
+    tables: Tables, params: Params, overlap: ForwardOverlap | None = None, into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (R, Hq, V), exact zeros in rows of no piece; lse (Hq, R) fp32, -inf there. `into`: (out, lse) to write
     instead of new ones, and only rows of pieces; heads of out are dense, lse is contiguous."""
     rows, heads = q_RHD.shape[:2]
@@ -362,18 +356,9 @@ def run_forward(
 
 
 def run_backward(
-    kernel: Backward,
-    dout_RHV: Tensor,
-    q_RHD: Tensor,
-    k_EHD: Tensor,
-    v_EHV: Tensor,
-    out_RHV: Tensor,
-    lse_HR: Tensor,
-    tables: Tables,
-    params: Params,
-    overlap: BackwardOverlap | BackwardParts | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernel: Backward, dout_RHV: Tensor, q_RHD: Tensor, k_EHD: Tensor, v_EHV: Tensor, out_RHV: Tensor, lse_HR: Tensor,
+    tables: Tables, params: Params, overlap: BackwardOverlap | BackwardParts | None = None, into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq (R, Hq, D), exact zeros in rows of no piece; dk (E, Hkv, D) and dv (E, Hkv, V), views of one (E, C) buffer and
     zeros past the last key, or `overlap.grads`, where rows that no piece reads keep what they hold. `into`: dq is
     written there, and only in rows of pieces."""

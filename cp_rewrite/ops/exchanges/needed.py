@@ -26,14 +26,9 @@ _ops: Any = torch.ops.cp_rewrite
 
 @custom_op("cp_rewrite::exchange_rows", mutates_args=())
 def exchange_rows(
-    k: Tensor,
-    v: Tensor,
-    kv_rows: Tensor,
-    send_rows: Tensor,
-    splits: Tensor,
-    group: str,
-    after: Tensor | None = None,
-) -> Tensor:
+    k: Tensor, v: Tensor,
+    kv_rows: Tensor, send_rows: Tensor, splits: Tensor, group: str, after: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Only the rows that some piece needs travel, by one all-to-all-v; then they are expanded.
 
     Args:
@@ -58,16 +53,10 @@ def _(k: Tensor, v: Tensor, kv_rows: Tensor, *_: Any) -> Tensor:
 
 @custom_op("cp_rewrite::return_rows", mutates_args=())
 def return_rows(
-    dkv: Tensor,
-    send_rows: Tensor,
-    splits: Tensor,
-    sum_ptr: Tensor,
-    sum_rows: Tensor,
-    return_ptr: Tensor,
-    return_rows: Tensor,
-    size: int,
-    group: str,
-) -> Tensor:
+    dkv: Tensor, send_rows: Tensor, splits: Tensor,
+    sum_ptr: Tensor, sum_rows: Tensor, return_ptr: Tensor, return_rows: Tensor,
+    size: int, group: str,
+) -> Tensor:  # fmt: skip
     """The transpose of `exchange_rows`: gradients of expanded rows (E, C), summed per row, sent home and summed there.
 
     Sums are in fp32 and in the fixed order of their lists. `size` is R. Returns (R, C) in fp32 (fp64 for fp64).

@@ -29,19 +29,10 @@ _ops: Any = torch.ops.cp_rewrite
 
 @custom_op("cp_rewrite::push_rows", mutates_args=())
 def push_rows(
-    k: Tensor,
-    v: Tensor,
-    expanded: Tensor,
-    sends: Tensor,
-    targets: Tensor,
-    ends: Tensor,
-    copied: Tensor,
-    partners: Tensor,
-    capacity: Tensor,
-    place: Tensor,
-    group: str,
-    after: Tensor | None = None,
-) -> Tensor:
+    k: Tensor, v: Tensor,
+    expanded: Tensor, sends: Tensor, targets: Tensor, ends: Tensor,
+    copied: Tensor, partners: Tensor, capacity: Tensor, place: Tensor, group: str, after: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """(E, C) expanded rows from all ranks' k (R, Hkv, D) and v (R, Hkv, V); only rows that some piece needs travel.
 
     `after` is not read: see `exchange_kv`.
@@ -66,19 +57,10 @@ def _(k: Tensor, v: Tensor, expanded: Tensor, *_: Any) -> Tensor:
 
 @custom_op("cp_rewrite::return_pushed", mutates_args=())
 def return_pushed(
-    dkv: Tensor,
-    copied: Tensor,
-    partners: Tensor,
-    capacity: Tensor,
-    place: Tensor,
-    holder_ptr: Tensor,
-    holders: Tensor,
-    size: int,
-    heads: int,
-    dim: int,
-    dim_v: int,
-    group: str,
-) -> tuple[Tensor, Tensor]:
+    dkv: Tensor, copied: Tensor, partners: Tensor, capacity: Tensor, place: Tensor,
+    holder_ptr: Tensor, holders: Tensor,
+    size: int, heads: int, dim: int, dim_v: int, group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk (size, heads, dim) and dv (size, heads, dim_v): sums over all ranks' expanded gradients (E, C), in fp32, in a
     fixed order, rounded once to dkv's dtype. `size` is R; `copied`, `capacity` and `place` are on the host."""
     dk, dv = dkv.new_empty(size, heads, dim), dkv.new_empty(size, heads, dim_v)

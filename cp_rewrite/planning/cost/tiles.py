@@ -94,21 +94,8 @@ class SeenKeys:
         after = _sums_of_min(length, self._right) - _sums_of_min(length - x, self._right)
         return x + _sums_of_min(x, self._left) + after
 
-    def of_one(self, length: int, x: int) -> float:
-        """`of` for one document, in plain numbers: the search asks for one at a time, where arrays are slow."""
-        if self._causal:
-            return x * (x + 1) / 2
-        after = _sum_of_min(length, self._right) - _sum_of_min(length - x, self._right)
-        return x + _sum_of_min(x, self._left) + after
-
-
-def _sum_of_min(y: int, limit: int) -> float:
-    """Sum of min(i, limit) for i in [0, y)."""
-    short = min(y, limit + 1)
-    return short * (short - 1) / 2 + (y - short) * limit
-
 
 def _sums_of_min(y: Int, limit: int) -> Float:
-    """`_sum_of_min` of each of (N,) int64."""
+    """(N,) sums of min(i, limit) for i in [0, y), of (N,) y."""
     short = np.minimum(y, limit + 1).astype(np.float64)
     return short * (short - 1) / 2 + (y - short) * limit

@@ -98,15 +98,12 @@ class WithCount(_OfCount):
     """An op of tensors and numbers made from the token count, entry by entry."""
 
     def __call__(self, ranks: Ranks, func: Any, args: Mapping[str, Any]) -> Tensor:
-        args = {name: _precise(x) for name, x in args.items()}  # 16 bits hold few numbers of tokens
+        # 16 bits hold few numbers of tokens.
+        args = {name: wide(x) if isinstance(x, Tensor) else x for name, x in args.items()}
         dtypes = [x.dtype for x in args.values() if isinstance(x, Tensor) and x.is_floating_point()]
         args |= self.given(ranks, dtypes[0] if dtypes else torch.get_default_dtype())
         found: Tensor = _with_numbers(func, [name for name, _ in self.numbers])(**args)
         return found.to(self.dtype)
-
-
-def _precise(x: Any) -> Any:
-    return wide(x) if isinstance(x, Tensor) else x
 
 
 def _tensor_or_none(x: Any, device: torch.device) -> Tensor | None:
