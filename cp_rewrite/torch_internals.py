@@ -80,7 +80,7 @@ READS_REGIONS_ONCE = "max_reuse_entries" in inspect.signature(torch.compiler.nes
 
 
 def raised_in_capture(error: BaseException) -> bool:
-    """Whether an error came while Dynamo compiled: one of its own, as where it can't capture a model, or not for all
+    """True if an error came while Dynamo compiled: one of its own, as where it can't capture a model, or not for all
     sizes that it was asked for; or of what it called, as a failed assertion."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     own = isinstance(error, TorchDynamoException | ConstraintViolationError)
@@ -688,8 +688,8 @@ def _of_one(env: Any, relation: Any) -> Any:
 
 
 def _divides(number: Any, size: Any) -> bool:
-    """Whether a size is a multiple of a number, whatever its symbols are. The quotient of two sizes, as of two
-    arguments' tokens, is not taken for one: it is 1 where these are equal."""
+    """True if a size is a multiple of a number, whatever its symbols are. The quotient of two sizes, as of two
+    arguments' tokens, counts as no whole number: it is 1 where these are equal."""
     quotient = any(part.args[1].free_symbols for part in size.atoms(FloorDiv))
     return not quotient and all(factor % number == 0 for factor in sympy.expand(size).as_coefficients_dict().values())
 
@@ -702,7 +702,7 @@ _TRACED = tuple(f"{torch.__path__[0]}/_dynamo/{file}" for file in ("variables/",
 
 
 def _asks_an_op(frame: Any) -> bool:
-    """Whether the relation of sizes that a frame evaluates is asked for by an op of torch: not by the function that
+    """True if the relation of sizes that a frame evaluates is asked for by an op of torch: not by the function that
     Dynamo traces, nor by a check that it holds."""
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
         if frame.f_code.co_name == "expect_true":

@@ -118,7 +118,7 @@ class ReadWay:
         self.place, self.mode = order.place, order.modes[end]
 
     def _is_written(self, node: fx.Node) -> bool:
-        """Whether a node before the end writes into the memory of this one."""
+        """True if a node before the end writes into the memory of this one."""
         memory = memory_of(node)
         return memory is not None and self.order.written_at.get(memory, math.inf) < self.place[self.end]
 
@@ -145,7 +145,7 @@ class ReadWay:
         return any(isinstance(state, Rows) for state in tree_leaves(self.states.get(node, REPLICATED)))
 
     def _again(self, node: fx.Node) -> bool:
-        """Whether a node, looked at by itself, can be computed of rows that came from other ranks."""
+        """True if a node, looked at by itself, can be computed of rows that came from other ranks."""
         if node.op not in ("call_function", "call_method") or node in self.changed:
             return False
         if self.order.modes[node] != self.mode:
@@ -317,7 +317,7 @@ def _cheapest(edges: tuple[_Edge, ...]) -> frozenset[int] | None:
 
 
 def _others_read(step: Step, steps: Mapping[fx.Node, Step]) -> bool:
-    """Whether a step of several nodes is read by another step on the way to attention."""
+    """True if a step of several nodes is read by another step on the way to attention."""
     inside = set(step.nodes)
     return len(step.nodes) > 1 and any(not inside.isdisjoint(other.operands) for other in steps.values())
 
@@ -420,7 +420,7 @@ def _movable(decision: Decision, state: State) -> Decision | None:
 
 
 def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
-    """Whether a graph runs outside of any autocast of graphs around it: its nodes' dtypes are read from itself."""
+    """True if a graph runs outside of any autocast of graphs around it: its nodes' dtypes are read from itself."""
     calls = region_calls(root)
     for call in calls.get(graph, ()):
         open_there = modes_of(call.graph)[call][0]

@@ -73,7 +73,7 @@ def decide(site: Site, state: State, named: str = "asked for") -> Decision | Ref
 
 
 def _in_shared_region(site: Site, state: State) -> bool:
-    """Whether a site is in a region that runs more than once, or in one inside of it."""
+    """True if a site is in a region that runs more than once, or in one inside of it."""
     shared = [region.owning_module for region, calls in region_calls(state.graph_module).items() if len(calls) > 1]
     return any(site.graph_module in graph_modules(module) for module in shared)
 
@@ -222,12 +222,12 @@ def _is_dry(sharding: Sharding, device: torch.device) -> bool:
 
 
 def is_dry_run(state: State) -> bool:
-    """Whether a dry run looks at the graph for another machine, where its activations will be in bf16."""
+    """True if a dry run looks at the graph for another machine, where its activations will be in bf16."""
     return _is_dry(state.sharding, state.device)
 
 
 def would_be_one_sided(state: State) -> bool:
-    """Whether the GPUs that a dry run is for share one node, and so each other's memory."""
+    """True if the GPUs that a dry run is for share one node, and so each other's memory."""
     sharding = state.sharding
     gpus = is_dry_run(state) and target_speeds(sharding, state.device).name != "cpu"
     return gpus and (sharding.node_size or sharding.world_size) >= sharding.world_size
@@ -239,7 +239,7 @@ def between_gpus(name: str, state: State) -> str:
 
 
 def _is_known(state: State) -> bool:
-    """Whether the batch that is compiled has so many tokens that others will be like it."""
+    """True if the batch that is compiled has so many tokens that others will be like it."""
     return len(state.plan.plan.rows) * state.plan.plan.local_size >= FEW_TOKENS
 
 

@@ -160,7 +160,7 @@ class Rowwise:
         return UNKNOWN if dims is None else Rows(dims)
 
     def is_number(self, node: fx.Node) -> bool:
-        """Whether a node gives whole numbers that are known for any number of rows: c, or c times the rows and more."""
+        """True if a node gives whole numbers that are known for any number of rows: c, or c times the rows and more."""
         leaves = tree_leaves(value_of(node))
         known = (not isinstance(x, torch.SymInt) or self.extents.token_count(x) is not None for x in leaves)
         return all(known) and all(isinstance(x, int | float | torch.SymInt) for x in leaves)
@@ -392,7 +392,7 @@ def _made(inside: set[fx.Node], found: Rowwise, mode: Mode) -> TileRegion | None
 
 
 def _is_one_place(region: TileRegion, found: Rowwise) -> bool:
-    """Whether a region can run at one place: all that it reads is there before anything reads what it gives."""
+    """True if a region can run at one place: all that it reads is there before anything reads what it gives."""
     inside = set(region.nodes)
     last = max(found.place[n] for n in (*region.rows, *region.wholes))
     users = [found.place[user] for n in region.results for user in n.users if user not in inside]

@@ -384,13 +384,13 @@ def name_loss(model: nn.Module) -> None:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Does the model's loss compare a token's scores with the label of the next one, as `transformers` tells?"""
+    """True if the model's loss compares a token's scores with the label of the next one, as `transformers` tells."""
     return LOSS_MAPPING.get(cast(str, getattr(model, "loss_type", None))) is ForCausalLMLoss
 
 
 def unpads_rows(model: nn.Module) -> bool:
-    """Is a model causal, and does its attention take a mask apart by its numbers: flash-attn's kernels take padding out
-    by it, attention in chunks counts what stands before the tokens?"""
+    """True if a model is causal and its attention takes a mask apart by its numbers: flash-attn's kernels take padding
+    out by it, attention in chunks counts what stands before the tokens."""
     config: Any = getattr(model, "config", None)
     looks_ahead = getattr(config, "is_encoder_decoder", False) or any(
         getattr(module, "is_decoder", True) is False for module in model.modules()
@@ -400,7 +400,7 @@ def unpads_rows(model: nn.Module) -> bool:
 
 
 def counts_tokens(model: nn.Module) -> bool:
-    """Does a model that gets no positions count its tokens, as those of RoBERTa's kind do, from `padding_idx` on?"""
+    """True if a model that gets no positions counts its tokens from `padding_idx` on, as those of RoBERTa's kind do."""
     name = "create_position_ids_from_input_ids"
     kinds = {type(module) for module in model.modules()}
     return any(hasattr(kind, name) or hasattr(sys.modules.get(kind.__module__), name) for kind in kinds)
@@ -411,7 +411,7 @@ def _made_global(sharding: cp.Sharding, value: Tensor) -> Any:
 
 
 def balances_experts(model: nn.Module, values: Mapping[str, Any]) -> bool:
-    """Does a model of experts add a loss of how evenly its router chooses, which leaves padding out by the mask?"""
+    """True if a model adds a loss of how evenly its router chooses experts, which leaves padding out by the mask."""
     asked: Any = values.get("output_router_logits")
     return bool(getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked)
 

@@ -145,7 +145,7 @@ class HeldObjects:
 
 
 def check_written(pairs: dict[int, Counterpart]) -> bool:
-    """Whether the frame that Dynamo compiles now writes into modules of the twin.
+    """True if the frame that Dynamo compiles now writes into modules of the twin.
 
     Raises:
         ValueError: it writes into an object that has a stand-in, where others read the other of the two.

@@ -191,7 +191,7 @@ class SegmentBackend(Backend):
         return in_order(gm, [self._in_block(call, owners, store, near) for call, store, near in found])
 
     def _prefetched(self, units: Sequence[int]) -> list[_Near]:
-        """Of each segment the blocks that run next after it, and last before it."""
+        """The blocks that run next after each segment, and those that run last before it."""
 
         def first(others: Iterable[int], unit: int) -> list[weakref.ref[nn.Module]]:
             return [self.blocks[n - 1] for n in dict.fromkeys(others) if n not in (ROOT, unit)][: self.prefetch]

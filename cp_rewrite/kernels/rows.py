@@ -21,7 +21,7 @@ _THREADS = 256
 
 @cache
 def compiled() -> bool:
-    """Whether the kernels of `csrc/` run here."""
+    """True if the kernels of `csrc/` run here."""
     return not cuda.reasons()
 
 

@@ -218,7 +218,7 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def travels_beside(exchange: Exchange, kernel: str) -> bool:
-    """Do rows travel while the kernel works on what needs none of them (`pushed.py`)?"""
+    """True if rows travel while the kernel works on what needs none of them (`pushed.py`)."""
     return exchange.kind == "push" and capabilities(kernel).overlaps_exchange
 
 

@@ -38,7 +38,7 @@ _NUMBERS = ("softmax_scale", "causal", "window_size_left", "window_size_right", 
 
 
 def is_flash_attn(node: fx.Node, direction: str = "forward") -> bool:
-    """Whether a node is flash-attn's operator; one of torch.library's ops, which has a schema."""
+    """True if a node is flash-attn's operator in a direction: one of torch.library's ops, which have schemas."""
     schema = schema_of(node.target)
     if schema is None:
         return False
@@ -62,7 +62,7 @@ def part_flash_attn(gm: fx.GraphModule) -> None:
 
 
 def _is_flash_function(node: fx.Node) -> bool:
-    """Whether both of a Function's graphs call flash-attn's operator once, with the same numbers, and nothing else that
+    """True if both of a Function's graphs call flash-attn's operator once, with the same numbers, and nothing else that
     computes."""
     bodies = [*nested_graphs(node).values()]
     if any(user.target is not operator.getitem for user in node.users):
@@ -198,7 +198,7 @@ def _mask(attn: Any, padding: Any, heads: int, query: fx.Proxy) -> Any:
 
 
 def _is_flag(mask: fx.Proxy) -> bool:
-    """Whether a mask holds flags. A node that was made here has no example yet: its first operand tells."""
+    """True if a mask holds flags. Nodes that were made here have no example yet: their first operand tells."""
     node = mask.node
     while _value(node) is None:
         node = node.all_input_nodes[0]

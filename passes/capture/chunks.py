@@ -81,7 +81,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _makes_tensor(node: fx.Node, chunked: Collection[fx.Node]) -> bool:
-    """Whether a node makes a tensor of a chunk's size alone, as positions in a chunk are.
+    """True if a node makes a tensor of a chunk's size alone, as positions in a chunk are.
 
     chunked: those of its operands that are computed of a chunk.
     """
@@ -273,7 +273,7 @@ class Chunks:
         return [-1 if i == dim else size for i, size in enumerate(given)]
 
     def is_size(self, node: fx.Node) -> bool:
-        """Whether a node gives sizes to nothing but reshapes of whole parts, which take them from `shape`."""
+        """True if a node gives sizes to nothing but reshapes of whole parts, which take them from `shape`."""
         plain = node.op in ("call_function", "call_method") and not _has_tensor(node)
         return plain and all((self._is_whole(n) and _is_reshape(n)) or self.is_size(n) for n in node.users)
 
@@ -281,12 +281,12 @@ class Chunks:
         return node in self.parts and self.parts[node].key in self.whole
 
     def _takes_number(self, node: fx.Node) -> bool:
-        """Whether a node adds a number to its chunk, or scales it."""
+        """True if a node adds a number to its chunk, or scales it."""
         plain = len(node.args) == 2 and not node.kwargs and not written_nodes(node)
         return plain and op_name(node) in ("add", "sub", "mul", "div")
 
     def _is_unfit(self, node: fx.Node) -> bool:
-        """Whether a node does what can't be done with all chunks at once."""
+        """True if a node does what can't be done with all chunks at once."""
         if any(self._has_all(n) for n in node.all_input_nodes if n not in self.parts):
             return True
         if written_nodes(node) and op_name(node) != "add":
@@ -296,7 +296,7 @@ class Chunks:
         return _makes_tensor(node, [n for n in node.all_input_nodes if n in self.parts])
 
     def _has_all(self, node: fx.Node) -> bool:
-        """Whether a node's tensor has a dim of all tokens."""
+        """True if a node's tensor has a dim of all tokens."""
         value = node.meta.get("example_value")
         symbols = {symbol for count in self.symbols for symbol in count.free_symbols}
         return isinstance(value, Tensor) and any(expression(n).free_symbols & symbols for n in value.shape)
@@ -404,19 +404,19 @@ class Chunks:
 
 
 def _is_total(node: fx.Node, *names: str) -> bool:
-    """Whether a node is an op of these names, over all entries of its operand."""
+    """True if a node is an op of these names, over all entries of its operand."""
     return op_name(node) in names and len(node.args) == 1 and not node.kwargs
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether a node only brings its tensor to other sizes, which it names one by one or relative to its own."""
+    """True if a node only brings its tensor to other sizes, which it names one by one or relative to its own."""
     sizes = tree_leaves(node.args[1:])
     plain = node.op == "call_method" and op_name(node) in ("view", "reshape", "unflatten") and not node.kwargs
     return plain and all(isinstance(size, int | fx.Node) for size in sizes)
 
 
 def _is_shared(total: Any, last: fx.Node, adds: Collection[fx.Node]) -> bool:
-    """Whether more than the chunks' terms (`adds`) use the tensor that they are added to: it is an input, or has
+    """True if more than the chunks' terms (`adds`) use the tensor that they are added to: it is an input, or has
     further users, or views up to `last`."""
     if not isinstance(total, fx.Node):
         return False
@@ -714,7 +714,7 @@ class _Joiner:
         return result
 
     def _cuts_joined_rows(self, cut: Cut) -> bool:
-        """Whether a cut is of the tokens of several rows, one row behind another."""
+        """True if a cut is of the tokens of several rows, one row behind another."""
         given = value_of(cut.source).shape
         sizes = [expression(n).subs(self.chunks.symbols) for n in given]
         (tokens,) = {*self.chunks.symbols.values()}
@@ -742,7 +742,7 @@ class _Joiner:
 
 
 def _holds(dtype: torch.dtype, numbers: Sequence[float]) -> bool:
-    """Whether an op takes numbers as they are with a tensor of this dtype: a 16-bit one must hold them exactly."""
+    """True if an op takes numbers as they are with a tensor of this dtype: a 16-bit one must hold them exactly."""
     if not dtype.is_floating_point:
         return dtype is not torch.bool and all(isinstance(number, int) for number in numbers)
     return dtype.itemsize > 2 or all(torch.tensor(number, dtype=dtype).item() == number for number in numbers)
@@ -778,6 +778,6 @@ def _cut_dim(node: fx.Node, counts: Collection[Any]) -> int | None:
 
 
 def _is_counted(length: Any, counts: Collection[Any]) -> bool:
-    """Whether a size is made from the number of tokens."""
+    """True if a size is made from the number of tokens."""
     size = expression(length)
     return any(size.free_symbols & n.free_symbols or (n.is_Integer and size % n == 0) for n in counts)

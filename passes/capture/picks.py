@@ -254,7 +254,7 @@ def _is_of_tokens(mask: Tensor, counts: Collection[Any]) -> bool:
 
 
 def _is_again(a: Any, b: Any, written: Collection[Any]) -> bool:
-    """Whether two arguments are one, or are computed in the same way from memory that nothing writes into."""
+    """True if two arguments are one, or are computed in the same way from memory that nothing writes into."""
     if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return type(a) is type(b) and a == b
     if a.op not in ("call_function", "call_method") or a.target != b.target or a.kwargs or b.kwargs:
@@ -383,7 +383,7 @@ class _Wholes:
         return None
 
     def _is_written(self, node: fx.Node, known: Sequence[fx.Node]) -> bool:
-        """Whether a node writes, or reads or gives memory that something else writes into."""
+        """True if a node writes, or reads or gives memory that something else writes into."""
         return bool(written_nodes(node)) or any(memory_of(n) in self.written for n in (node, *known))
 
     def _of_each(self, node: fx.Node, name: str, known: Sequence[fx.Node]) -> fx.Node | None:
@@ -492,7 +492,7 @@ class _Wholes:
         return self._run(node)
 
     def _counts_rows(self, index: Any) -> bool:
-        """Whether a node is arange(N), N the number of rows that are picked."""
+        """True if a node is arange(N), N the number of rows that are picked."""
         return (
             isinstance(index, fx.Node)
             and index.target is torch.arange
@@ -525,7 +525,7 @@ class _Wholes:
     # -- how many there are --------------------------------------------------------------------------------
 
     def _number(self, node: fx.Node) -> bool:
-        """Whether a node makes a number of how many tokens are picked, or asserts something of it; it is noted."""
+        """True if a node makes a number of how many tokens are picked, or asserts something of it; notes such nodes."""
         read: list[Any] = [n for n in node.all_input_nodes if n in self.numbers]
         if node.target is _aten._assert_scalar.default and node.args[0] in self.asserted:
             self.asserted[node] = None

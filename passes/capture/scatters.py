@@ -116,7 +116,7 @@ def replace_written(node: fx.Node, x: fx.Node, new: fx.Node, mode: FakeTensorMod
 
 
 def _alone(node: fx.Node, x: fx.Node) -> bool:
-    """Whether of all that shares the memory of `x` before `node` writes into it, `x` alone is read behind `node`."""
+    """True if, of all that shares the memory of `x` before `node` writes into it, `x` alone is read behind `node`."""
     memory = memory_of(x)
     shared = [n for n in node.graph.nodes if memory is not None and memory in _memories(n)]
     if not shared or any(n.op in ("placeholder", "get_attr") for n in shared):
@@ -146,7 +146,7 @@ def _within(view: tuple[Any, ...] | None, entries: tuple[Any, ...] | None) -> tu
 
 
 def _is_mask(x: Any, mask: Any) -> bool:
-    """Whether `mask` holds bools, one for each entry of the first dims of `x`, or of all."""
+    """True if `mask` holds bools, one for each entry of the first dims of `x`, or of all."""
     if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
         return False
     held, told = x.meta.get("example_value"), mask.meta.get("example_value")
@@ -156,7 +156,7 @@ def _is_mask(x: Any, mask: Any) -> bool:
 
 
 def _fits(x: fx.Node, value: Any) -> bool:
-    """Whether the dtype of `x` holds the number `value` as it is."""
+    """True if the dtype of `x` holds the number `value` as it is."""
     held: Tensor = x.meta["example_value"]
     if isinstance(value, fx.Node):
         value = value.meta.get("example_value")
@@ -166,7 +166,7 @@ def _fits(x: fx.Node, value: Any) -> bool:
 
 
 def _is_row(x: fx.Node, mask: fx.Node, value: Any) -> bool:
-    """Whether `value` is one row, of the dims of `x` behind the mask's."""
+    """True if `value` is one row, of the dims of `x` behind the mask's."""
     held, row = x.meta["example_value"], value.meta.get("example_value") if isinstance(value, fx.Node) else None
     behind = held.ndim - mask.meta["example_value"].ndim
     return isinstance(row, Tensor) and row.dtype == held.dtype and 0 < row.ndim <= behind
@@ -231,7 +231,7 @@ def part_masked_scatter(gm: fx.GraphModule, counts: Collection[Any], kept: Colle
 
 
 def _is_by_token(given: Sequence[Any], counts: Collection[Any]) -> bool:
-    """Whether a scatter fills whole tokens of a floating-point tensor from rows that are not cut over ranks."""
+    """True if a scatter fills whole tokens of a floating-point tensor from rows that are not cut over ranks."""
     values: list[Any] = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in given]
     x, mask, source = values
     if not all(isinstance(value, Tensor) for value in values) or not x.is_floating_point():
@@ -418,7 +418,7 @@ def _token_dim(x: fx.Node, counts: Collection[Any]) -> int | None:
 
 
 def near_attention(x: fx.Node, counts: Collection[Any]) -> bool:
-    """Whether a mask may read the whole numbers `x`: something that is computed of them in whole numbers has two dims
+    """True if a mask may read the whole numbers `x`: something that is computed of them in whole numbers has two dims
     of T, or attention reads it."""
     if x.meta["example_value"].is_floating_point():
         return False

@@ -82,7 +82,7 @@ def source_name(source: Any) -> str:
 
 
 def is_of_module(source: Any) -> bool:
-    """Whether a source is read off a module, and so is no argument.
+    """True if a source is read off a module, and so is no argument.
 
     Raises:
         TypeError: the kind of source is unknown: taken for an argument's, it could make arguments of weights.
@@ -98,7 +98,7 @@ def is_of_module(source: Any) -> bool:
 
 
 def is_size(source: Any) -> bool:
-    """Whether a source is a size or a stride of a tensor."""
+    """True if a source is a size or a stride of a tensor."""
     return isinstance(source, dynamo.TensorPropertySource)
 
 
@@ -108,7 +108,7 @@ def input_value(placeholder: fx.Node) -> Any:
 
 
 def is_random_number(placeholder: fx.Node) -> bool:
-    """Whether an input is a number that Python's `random` draws when the function is called."""
+    """True if an input is a number that Python's `random` draws when the function is called."""
     return any(isinstance(link, dynamo.RandomValueSource) for link in _chain(source_of(placeholder)))
 
 
@@ -223,7 +223,7 @@ def break_reason(gm: fx.GraphModule) -> str | None:
 
 
 def is_resumed() -> bool:
-    """Whether the graph that is compiled now begins after a graph break."""
+    """True if the graph that is compiled now begins after a graph break."""
     translator = _translator()
     return translator is not None and TORCH_DYNAMO_RESUME_IN_PREFIX in translator.f_code.co_name
 

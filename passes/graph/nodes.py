@@ -92,17 +92,17 @@ def region_call(node: fx.Node) -> RegionCall | None:
 
 
 def is_checkpoint(node: fx.Node) -> bool:
-    """Whether a node calls a region that the backward computes once more."""
+    """True if a node calls a region that the backward computes once more."""
     return isinstance(node.target, HigherOrderOperator) and "checkpoint" in node.target.name()
 
 
 def is_compile_region(node: fx.Node) -> bool:
-    """Whether a node that calls a region calls one that torch compiles once, however often it is called."""
+    """True if a node that calls a region calls one that torch compiles once, however often it is called."""
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "invoke_subgraph"
 
 
 def is_function(node: fx.Node) -> bool:
-    """Whether a node calls a `torch.autograd.Function`, whose forward and backward are nested graphs."""
+    """True if a node calls a `torch.autograd.Function`, whose forward and backward are nested graphs."""
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"
 
 
@@ -252,13 +252,13 @@ def value_of(node: fx.Node) -> Any:
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether gradients reach a node's tensor."""
+    """True if gradients reach a node's tensor."""
     value = value_of(node)
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def is_transformed(node: fx.Node) -> bool:
-    """Whether a node takes gradients, or stands in, enters or leaves a `torch.func` transform (vmap, jvp)."""
+    """True if a node takes gradients, or stands in, enters or leaves a `torch.func` transform (vmap, jvp)."""
     if is_transform(node.target):
         return True
     values = [value_of(n) for n in (node, *node.all_input_nodes)]
@@ -271,7 +271,7 @@ def guard_number(value: Any) -> Any:
 
 
 def guard_equal(size: Any, other: Any) -> bool:
-    """Whether two sizes are equal in the example; a guard has others compiled anew."""
+    """True if two sizes are equal in the example; a guard has others compiled anew."""
     return bool(size == other)
 
 
@@ -388,7 +388,7 @@ _DRAWING = frozenset(
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a node takes numbers from torch's generator, by its name: inside of transforms no op is seen."""
+    """True if a node takes numbers from torch's generator, by its name: inside of transforms no op is seen."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     if name in _DRAWING:
         return True

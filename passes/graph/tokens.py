@@ -213,7 +213,7 @@ class TokenAxis:
 
     @property
     def is_single(self) -> bool:
-        """Whether a rank has one token, which torch compiles as a fixed size that means nothing."""
+        """True if a rank has one token, which torch compiles as a fixed size that means nothing."""
         return bool(self.inputs) and all(expression(found.local) == 1 for found in self.inputs)
 
     def input(self, node: fx.Node) -> TokenInput | None:

@@ -215,7 +215,7 @@ def kind_by_name(name: str) -> str:
 
 
 def _feeds_loss(node: fx.Node) -> bool:
-    """Whether what a node gives goes into a loss as it is: labels, or the scores of the tokens that have one."""
+    """True if what a node gives goes into a loss as it is: labels, or the scores of the tokens that have one."""
     seen: set[fx.Node] = set()
     pending = list(node.users)
     while pending:

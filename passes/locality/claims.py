@@ -83,7 +83,7 @@ class Mixes(Exception):
 
 
 def has(dim: Dim, axis: Axis) -> bool:
-    """Whether a dim counts an axis; one of fewer tokens counts tokens, too."""
+    """True if a dim counts an axis; one of fewer tokens counts tokens, too."""
     return dim is not None and any(
         axis in f.axis if isinstance(f, Order) else f is axis or (axis is T and isinstance(f, Fewer)) for f in dim
     )
@@ -168,7 +168,7 @@ class Extents:
         return self.tokens if factor is T else self.batch if factor is B else factor  # type: ignore[return-value]
 
     def counts_tokens(self, value: Any) -> bool:
-        """Whether a number of the graph, a comparison, or a size, was made from the token count."""
+        """True if a number of the graph, a comparison, or a size, was made from the token count."""
         if not hasattr(value, "node"):
             return False
         expr = self.size(value)

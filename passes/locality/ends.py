@@ -153,7 +153,7 @@ def why_static(extents: Extents, tokens: TokenAxis) -> Refusal:
 
 
 def _fixes(condition: Any, tokens: Any) -> bool:
-    """Whether a condition is S = tokens, or says so in other words, as S - 12 = 1."""
+    """True if a condition is S = tokens, or says so in other words, as S - 12 = 1."""
     if not isinstance(condition, sympy.Eq):
         return False
     difference = sympy.expand(condition.args[0] - condition.args[1])  # pyright: ignore[reportOperatorIssue]

@@ -159,6 +159,6 @@ _ATTENTION = frozenset(
 
 
 def is_attention(target: Any) -> bool:
-    """Whether a node's target is one of the attention functions that a rewrite looks for."""
+    """True if a node's target is one of the attention functions that a rewrite looks for."""
     called = target.name() if callable(getattr(target, "name", None)) else getattr(target, "__name__", "")
     return str(called).split("::")[-1].split(".")[0] in _ATTENTION

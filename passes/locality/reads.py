@@ -102,7 +102,7 @@ class Reads:
         return Rows(dims, rows.fill if read.read.keeps_fill else None, attended=rows.attended)
 
     def _moves_on(self, node: fx.Node) -> bool:
-        """Whether a node moves what it reads and does nothing else."""
+        """True if a node moves what it reads and does nothing else."""
         if node.op not in ("call_function", "call_method") or written_nodes(node):
             return False
         if isinstance(node.target, HigherOrderOperator):
@@ -111,7 +111,7 @@ class Reads:
         return isinstance(outcome.states, Moved) and not outcome.events.refusals
 
     def _holds(self, node: fx.Node, state: States) -> bool:
-        """Whether moved tokens can still be read where they came from: in this graph, not written since, with the same
+        """True if moved tokens can still be read where they came from: in this graph, not written since, with the same
         gradient."""
         if not isinstance(state, Moved) or self._written is None:
             return False
@@ -232,7 +232,7 @@ def _rows(of: Any, pieces: Sequence[Piece]) -> int:
 
 
 def _has_gradient(state: States) -> bool:
-    """Whether a tensor that moved tokens came from has a gradient."""
+    """True if a tensor that moved tokens came from has a gradient."""
     if not isinstance(state, Moved):
         return False
     read = [state.source] * any(piece.of is None for piece in state.entries.pieces)

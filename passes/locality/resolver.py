@@ -100,7 +100,7 @@ class Resolver:
         return None
 
     def changes(self, node: fx.Node) -> bool:
-        """Whether a node is changed otherwise than by leaving rows that fill a rank up out of its sums."""
+        """True if a node is changed otherwise than by leaving rows that fill a rank up out of its sums."""
         return not self._known.get(node, NO_STEPS).local
 
     def add_output(self, output: fx.Node, leaf: fx.Node, conversions: Sequence[Conversion], why: str) -> None:
@@ -134,7 +134,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _gives_first(node: fx.Node) -> bool:
-    """Whether the result of a node that writes in place is what it wrote into, as of `x += y` and `x.add_(y)`."""
+    """True if the result of a node that writes in place is what it wrote into, as of `x += y` and `x.add_(y)`."""
     return memory_of(node) == memory_of(node.args[0])  # type: ignore[arg-type]
 
 

@@ -329,7 +329,7 @@ class NodeRunner:
         return alias(value_of(source), self.env.get(source, REPLICATED))
 
     def _has_own_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether the gradient of a function's result goes through a torch.autograd.Function."""
+        """True if the gradient of a function's result goes through a torch.autograd.Function."""
 
         def fresh(value: Any) -> Any:
             differentiable = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
@@ -412,7 +412,7 @@ class NodeRunner:
 
 
 def _is_foreign(node: fx.Node, seen: Collection[str]) -> bool:
-    """Whether a node calls code from outside of torch that fell apart into the ops that were `seen`.
+    """True if a node calls code from outside of torch that fell apart into the ops that were `seen`.
 
     A function that Dynamo was told to leave whole, or an op made of others; not an op that is seen as such.
     """

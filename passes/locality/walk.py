@@ -187,7 +187,7 @@ class _Walk:
             self.env[node] = self.found.refuse(node, Reason.TOKEN_MIXING, detail)
 
     def stands_in_order(self, state: Rows, dim: int, rows: bool) -> bool:
-        """Whether tokens (with `rows`: rows of the batch, then tokens) are outermost in a dim in which chunks are put
+        """True if tokens (with `rows`: rows of the batch, then tokens) are outermost in a dim in which chunks are put
         one behind another."""
         axis = tuple(factor for factor in state.dims[dim] or () if factor != B or self.extents.batch != 1)
         return has(axis[:1], B) and has(axis[:2], T) if rows else has(axis[:1], T)
@@ -243,7 +243,7 @@ class _Walk:
         return report if rows is None else replace(report, positions=(), row_positions=rows)
 
     def shares_ranks(self, group: str) -> bool:
-        """Whether a group has other ranks of the annotation's; in a dry run it is not known which."""
+        """True if a group has other ranks of the annotation's; in a dry run it is not known which."""
         if isinstance(self.sharding.mesh, int):
             return True
         ours, theirs = (dist.get_process_group_ranks(g) for g in (self.sharding.group, process_group(group)))
@@ -322,7 +322,7 @@ class _Walk:
 
 
 def _fits(dims: Dims, wanted: Dims) -> bool:
-    """Whether tokens and rows of the batch stand where they should; rows that are all equal need not be told apart."""
+    """True if tokens and rows of the batch stand where they should; rows that are all equal need not be told apart."""
     return len(dims) == len(wanted) and all(dim in (None, want) for dim, want in zip(dims, wanted, strict=True))
 
 
@@ -417,12 +417,12 @@ def _keeps_entries(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _from_the_front(part: Any) -> bool:
-    """Whether a slice begins at a place that is counted from the first entry, and leaves none out."""
+    """True if a slice begins at a place that is counted from the first entry, and leaves none out."""
     return not isinstance(part, slice) or (part.start in (None, 0, 1) and part.step in (None, 1))
 
 
 def _looks_up(user: fx.Node, node: fx.Node, original: bool) -> bool:
-    """Whether an op finds places among the offsets `node`, or reads them at such places."""
+    """True if an op finds places among the offsets `node`, or reads them at such places."""
     name = op_name(user)
     if name == "searchsorted":
         return user.args[0] is node and user.args[1:2] != (node,)
@@ -496,7 +496,7 @@ def shared_by_rows(
 
 
 def _can_run_again(node: fx.Node) -> bool:
-    """Whether a node gives one tensor, by itself, and changes nothing."""
+    """True if a node gives one tensor, by itself, and changes nothing."""
     alone = not written_nodes(node) and not is_transformed(node) and region_call(node) is None
     return alone and node.op != "output" and isinstance(value_of(node), Tensor)
 
@@ -510,5 +510,5 @@ def _reader(node: fx.Node, source: fx.Node, state: Rows) -> RowReader | None:
 
 
 def _casts(gm: fx.GraphModule) -> bool:
-    """Whether a graph has autocast on anywhere: what is computed by rows would run outside of it."""
+    """True if a graph has autocast on anywhere: what is computed by rows would run outside of it."""
     return any(bool(cast[2]) for casts, _ in modes_of(gm.graph).values() for cast in casts if len(cast) > 2)

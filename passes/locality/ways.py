@@ -162,7 +162,7 @@ def _filled(rows: Iterable[tuple[Tensor, Rows]], number: int) -> Reading:
 
 
 def _outlives_call(call: Call, x: Tensor) -> bool:
-    """Whether a tensor is a buffer, or another input of the graph."""
+    """True if a tensor is a buffer, or another input of the graph."""
     source = call.facts.sources.get(id(x))
     return source is not None and source.op in ("placeholder", "get_attr")
 

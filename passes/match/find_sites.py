@@ -215,7 +215,7 @@ def match_sites(gm: fx.GraphModule, sharding: Sharding, tokens: TokenAxis) -> Ma
 
 
 def is_sdpa(node: fx.Node) -> bool:
-    """Whether a node is `scaled_dot_product_attention`, by any of its names."""
+    """True if a node is `scaled_dot_product_attention`, by any of its names."""
     return node.op == "call_function" and node.target in _SDPA
 
 
@@ -227,7 +227,7 @@ def _is_attention_over(node: fx.Node, tokens: TokenAxis) -> bool:
 
 
 def _over_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
-    """Whether attention's keys may be tokens. Else each query reads a memory, or what its own token has: an image's
+    """True if attention's keys may be tokens. Else each query reads a memory, or what its own token has: an image's
     patches, latents, earlier layers. That is a softmax between two products, which the rules of other ops are for."""
     shape = shape_of(bind(node, _DEFAULTS).get("key"))
     if shape is None or not tokens.symbols:
@@ -236,7 +236,7 @@ def _over_tokens(node: fx.Node, tokens: TokenAxis) -> bool:
 
 
 def _is_module(node: fx.Node) -> bool:
-    """Whether a node is what `nn.MultiheadAttention` calls."""
+    """True if a node is what `nn.MultiheadAttention` calls."""
     return node.op == "call_function" and node.target is torch.nn.functional.multi_head_attention_forward
 
 
@@ -411,6 +411,6 @@ class _Matcher:
 
 
 def _holds_attention(node: fx.Node) -> bool:
-    """Whether a graph that a node is given to run holds attention that is not written out."""
+    """True if a graph that a node is given to run holds attention that is not written out."""
     modules = (module for body in nested_graphs(node).values() for module in graph_modules(body))
     return any(is_sdpa(inner) or is_flex(inner) or is_varlen(inner) for gm in modules for inner in gm.graph.nodes)

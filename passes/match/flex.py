@@ -66,7 +66,7 @@ class Varlen:
 
 
 def is_varlen(node: fx.Node) -> bool:
-    """Whether a node is torch's or flash-attn's operator without a mask. It returns (out, logsumexp, …)."""
+    """True if a node is torch's or flash-attn's operator without a mask. It returns (out, logsumexp, …)."""
     if node.op != "call_function":
         return False
     schema = schema_of(node.target)
@@ -126,7 +126,7 @@ _INDICES = 4  # b, h, q, k
 
 
 def is_flex(node: fx.Node) -> bool:
-    """Whether a node is the flex_attention higher-order op. It returns (out, logsumexp, max scores)."""
+    """True if a node is the flex_attention higher-order op. It returns (out, logsumexp, max scores)."""
     return node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention
 
 
@@ -183,7 +183,7 @@ def check_blocks(scope: Scope, node: fx.Node, args: dict[str, Any], prover: Prov
 
 
 def _stands_in(scope: Scope, args: dict[str, Any], prover: Prover) -> bool:
-    """Whether the lists of blocks are those of a block mask in the batch, which `shard` compared with the packing."""
+    """True if the lists of blocks are those of a block mask in the batch, which `shard` compared with the packing."""
     return all(resolve(scope, x)[1] in prover.tokens.masks for x in FlexBlocks.read(args["block_mask"]).lists)
 
 

@@ -162,7 +162,7 @@ def repeats_per_head(scope: Scope, node: fx.Node) -> fx.Node | None:
 
 
 def _repeats_heads(gm: fx.GraphModule, source: fx.Node, node: fx.Node, dim: int) -> bool:
-    """Whether node[b, h, t, d] is source[b, h // n, t, d], with heads at `dim`."""
+    """True if node[b, h, t, d] is source[b, h // n, t, d], with heads at `dim`."""
     read = _read(gm, source, node)
     if read is None:
         return False

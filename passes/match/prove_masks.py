@@ -156,7 +156,7 @@ class Prover:
         return self.tokens.names.get(node, f"%{node.name}")
 
     def holds_weights(self, scope: Scope, node: fx.Node) -> bool:
-        """Whether a node's value comes from weights: no mask does, and tracing stops there."""
+        """True if a node's value comes from weights: no mask does, and tracing stops there."""
         key = scope, found = resolve(scope, node)
         if not isinstance(found, fx.Node):
             return False

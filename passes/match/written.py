@@ -193,7 +193,7 @@ def _heads_of(node: fx.Node) -> list[Any]:
 
 
 def keeps_pairs(node: Any) -> bool:
-    """Whether a node views logits or weights (…, T, T) and changes only dims before these two."""
+    """True if a node views logits or weights (…, T, T) and changes only dims before these two."""
     source = node.args[0] if op_name(node) in _VIEWS else None
     shapes = shape_of(source), shape_of(node)
     if None in shapes or not all(3 <= len(shape or ()) <= 4 for shape in shapes):
@@ -203,7 +203,7 @@ def keeps_pairs(node: Any) -> bool:
 
 
 def is_copy(node: Any) -> bool:
-    """Whether a node copies the numbers of its operand, to another floating-point dtype or memory perhaps."""
+    """True if a node copies the numbers of its operand, to another floating-point dtype or memory perhaps."""
     source = node.args[0] if isinstance(node, fx.Node) and node.args else None
     return op_name(node) in _COPIES and shape_of(source) == shape_of(node) and is_float(source) and is_float(node)
 
@@ -229,7 +229,7 @@ def same_tensor(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether a node writes into its first operand and returns it."""
+    """True if a node writes into its first operand and returns it."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or source not in written_nodes(node):
         return False
@@ -313,7 +313,7 @@ def find_scores(node: Any, reader: fx.Node) -> Scores | None:
 
 
 def _is_bounded(node: fx.Node) -> bool:
-    """Whether a node is max(logits, c) with a c so low that keys are dropped anyway."""
+    """True if a node is max(logits, c) with a c so low that keys are dropped anyway."""
     name = op_name(node)
     if name not in ("max", "maximum", "clamp", "clamp_min") or shape_of(node) != shape_of(node.args[0]):
         return False
@@ -392,7 +392,7 @@ class Written:
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether a node may be the softmax of attention that is written out."""
+    """True if a node may be the softmax of attention that is written out."""
     return op_name(node) == "softmax"
 
 
@@ -463,7 +463,7 @@ def _second_product(softmax: fx.Node, has_sinks: bool) -> tuple[fx.Node, Any]:
 
 
 def _drops_last_column(node: fx.Node) -> bool:
-    """Whether a node is x[..., :-1] of four dims."""
+    """True if a node is x[..., :-1] of four dims."""
     if op_name(node) != "getitem" or not isinstance(node.args[1], tuple):
         return False
     *front, last = node.args[1]

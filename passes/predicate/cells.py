@@ -68,7 +68,7 @@ def turning_points(linear: Linear) -> set[int]:
 
 
 def holds(op: str, linear: Linear, cell: Cell, ordinals: Iterable[Ordinal]) -> bool | None:
-    """Whether `linear op 0` holds in a cell. True: for every pair of tokens; False: for none; None: can't say.
+    """True if `linear op 0` holds for every pair of tokens of a cell, False if for none, None if that can't be said.
 
     `op` is the name of a sympy relation.
     """
@@ -206,7 +206,7 @@ def _spans(cell: Cell, ordinals: Iterable[Ordinal]) -> dict[Expr, Span]:
 
 
 def _is_multiple_of_nonzero(form: Linear, cell: Cell) -> bool:
-    """Whether a form is a multiple of a number that is never 0: id - id of two documents, or a token less the one that
+    """True if a form is a multiple of a number that is never 0: id - id of two documents, or a token less the one that
     documents end (start) with, where another token of its document follows (precedes) it."""
     low, high = cell.span
     if len(terms := {*form} - {ONE}) == 1:

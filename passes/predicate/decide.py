@@ -174,7 +174,7 @@ def _odd_cell(kept: Kept, form: Form) -> str:
 
 
 def _expected_in(kept: Kept, cell: Cell, form: Form) -> bool | str | None:
-    """Whether a mask of this form keeps a cell; None: no batch has such pairs."""
+    """True if a mask of this form keeps a cell; None: no batch has such pairs."""
     for relation in cell.relations:
         expected = relation.expected(cell, form)
         if expected is not Relation:

@@ -90,7 +90,7 @@ class Count:
 
     @property
     def counts_starts(self) -> bool:
-        """Whether the starts of all documents are counted: all offsets from `first` on, but perhaps the last."""
+        """True if the starts of all documents are counted: all offsets from `first` on, but perhaps the last."""
         return sympy.expand(self.last - self.size + 2).is_negative is False
 
 
@@ -118,7 +118,7 @@ class Offsets:
         return leaf if leaf.name == (packing.padded_arg or packing.arg) else None
 
     def are_lengths(self, term: Any) -> bool:
-        """Whether a RepeatIndex repeats each document's number as often as it has tokens."""
+        """True if a RepeatIndex repeats each document's number as often as it has tokens."""
         lengths, i, count = term.args[:3]
         reads = [t for t in maximal_terms(lengths) if isinstance(t, AppliedUndef)]
         leaves = [self.leaf(t) for t in reads]
@@ -159,7 +159,7 @@ class Offsets:
         return None if side is None else (op, reads[0].args[0], side[0], leaf.shape[0])
 
     def holds_both(self, term: Any) -> bool:
-        """Whether a SumOver counts the documents that hold query and key:
+        """True if a SumOver counts the documents that hold query and key:
         offsets[i] <= q < offsets[i + 1] and the same of k."""
         inner, i, count = term.args
         if not (isinstance(inner, Select) and isinstance(inner.args[0], sympy.And) and inner.args[1:] == (1, 0)):
@@ -191,13 +191,13 @@ class Offsets:
         return None
 
     def merges_padding(self, term: Any) -> bool:
-        """Whether a document's bound is that of the padding behind it too: the last offset ends no document there."""
+        """True if a document's bound is that of the padding behind it too: the last offset ends no document there."""
         counts = [self.counted(number) for number in maximal_terms(term.args[0]) if isinstance(number, SumOver)]
         return self._padded or any(found is None or sympy.expand(found.last - found.size) != -1 for found in counts)
 
     @property
     def _padded(self) -> bool:
-        """Whether documents end before the next offset."""
+        """True if documents end before the next offset."""
         return isinstance(self.packing, CuSeqlens) and self.packing.padded_arg is not None
 
 

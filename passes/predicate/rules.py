@@ -329,7 +329,7 @@ def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def _divides(left: Expr, right: Expr) -> bool:
-    """Whether `left`, the product of a run so far, must grow to become `right`."""
+    """True if `left`, the product of a run so far, must grow to become `right`."""
     if left.is_Integer and right.is_Integer:
         return bool(left < right)
     return not sympy.cancel(right / left).as_numer_denom()[1].free_symbols

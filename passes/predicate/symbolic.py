@@ -66,7 +66,7 @@ class Select(sympy.Function):
 
 
 def _not_below_0(condition: Any, x: Expr) -> bool:
-    """Whether a relation says x >= 0 of an integer."""
+    """True if a relation says x >= 0 of an integer."""
     lhs = {sympy.Ge: x, sympy.Gt: x + 1}.get(type(condition))
     return lhs is not None and condition.rhs == 0 and sympy.expand(condition.lhs - lhs) == 0
 
@@ -297,7 +297,7 @@ def on_constants(value: Expr, function: Callable[[Expr], Expr]) -> Expr:
 
 
 def _varies(value: Expr) -> bool:
-    """Whether a value is more than a choice between constants."""
+    """True if a value is more than a choice between constants."""
     if isinstance(value, Select):
         return any(map(_varies, value.args[1:]))
     return any(map(_varies, value.args)) if isinstance(value, sympy.Add | sympy.Mul) else not value.is_number

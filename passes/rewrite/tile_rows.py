@@ -112,7 +112,7 @@ def _plain(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _may_need_gradient(node: fx.Node) -> bool:
-    """Whether gradients reach a node's tensor; of one that the rewrite made, whether they reach what it is made of."""
+    """True if gradients reach a node's tensor; of a node that the rewrite made, if they reach what it is made of."""
     if needs_gradient(node) or "cp_rewrite" not in node.meta:
         return needs_gradient(node)
     value = value_of(node)
@@ -161,7 +161,7 @@ def _number(value: Any, rows: Any, extents: Extents) -> Any:
 
 
 def leaves_out(state: State) -> bool:
-    """Whether a graph that gives a loss leaves out its wide outputs. Not with a capacity: replayed steps run nothing
+    """True if a graph that gives a loss leaves out its wide outputs. Not with a capacity: replayed steps run nothing
     that would make them."""
     sharding = state.sharding
     asked = state.loss_alone or (sharding.tile is not None and not sharding.keep_outputs)

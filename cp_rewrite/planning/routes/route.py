@@ -89,8 +89,8 @@ def filled(array: NDArray[Any], size: int, value: Any) -> NDArray[Any]:
 
 
 def fits(mask: PackedMask) -> bool:
-    """Does one window serve all pieces of all batches? Not where documents' ends clip windows on the right, nor where
-    spans have one of their own."""
+    """True if one window serves all pieces of all batches: not where documents' ends clip windows on the right, nor
+    where spans have one of their own."""
     return not mask.looks_ahead or mask.left is mask.right is None
 
 

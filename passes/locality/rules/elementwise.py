@@ -65,7 +65,7 @@ def partial_pointwise(call: Call, states: Sequence[TensorState]) -> TensorState:
 
 
 def _is_linear(call: Call, parts: Sequence[Partial]) -> bool:
-    """Whether the result's sum over ranks is the op on its operands' sums. parts: the operands with such sums."""
+    """True if the result's sum over ranks is the op on its operands' sums. parts: the operands with such sums."""
     first = isinstance(call.state(call.first), Partial)
     if call.name == "_to_copy":
         return call.outs[0].is_floating_point() or not call.first.is_floating_point()

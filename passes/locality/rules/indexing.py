@@ -149,7 +149,7 @@ def index(call: Call) -> TensorState:
 
 
 def _picks_tokens(call: Call, x: Tensor, dim: int, i: Tensor) -> bool:
-    """Whether an index is a mask by tokens: not one that all ranks have, of a dim without tokens."""
+    """True if an index is a mask by tokens: not one that all ranks have, of a dim without tokens."""
     if i.dtype not in (torch.bool, torch.uint8):
         return False
     return i.ndim != 1 or call.state(i) is not REPLICATED or call.entries(x)[dim][0] is not None

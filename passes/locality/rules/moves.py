@@ -155,7 +155,7 @@ def joined(call: Call) -> Moved:
 
 
 def _without_tokens(call: Call, x: Tensor) -> bool:
-    """Whether all ranks have a tensor, or parts of it, which a sum over ranks makes whole where entries are read."""
+    """True if all ranks have a tensor, or parts of it, which a sum over ranks makes whole where entries are read."""
     state = call.state(x)
     return state is REPLICATED or isinstance(state, Partial)
 

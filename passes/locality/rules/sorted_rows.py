@@ -158,6 +158,6 @@ def _places(call: Call, index: Tensor) -> Rows | None:
 
 
 def _is_permutation(rows: Rows) -> bool:
-    """Whether the values are places that hold every row once, in an order."""
+    """True if the values are places of all rows, each once, in an order."""
     order = rows.dims[0][0] if len(rows.dims) == 1 and rows.dims[0] else None
     return isinstance(order, Order) and rows.shard_rows == order.axis

@@ -37,7 +37,7 @@ class Form:
     fields: Mapping[str, Any]
 
     def reaches(self, low: float, high: float) -> bool:
-        """Whether the window's left side reaches distances of a range."""
+        """True if the window's left side reaches distances of a range."""
         left = None if self.window is None else self.window[0]
         return left is None or (low <= left and high >= -left)
 
@@ -67,7 +67,7 @@ class Relation:
         return set()
 
     def never(self, term: Expr, value: Expr) -> bool:
-        """Whether `term` never has this value."""
+        """True if `term` never has this value."""
         return False
 
     def numbers(self, cell: Cell) -> tuple[Span, Span, Span]:
@@ -75,11 +75,11 @@ class Relation:
         return cell.never_falls, FROM_0, FROM_0
 
     def impossible(self, cell: Cell) -> bool:
-        """Whether no batch may have such a pair."""
+        """True if no batch may have such a pair."""
         return False
 
     def expected(self, cell: Cell, form: Form) -> bool | type[Relation] | None:
-        """Whether a mask of this form keeps such a cell; None: no batch has such pairs; `Relation`: as in plain
+        """True if a mask of this form keeps such a cell; None: no batch has such pairs; `Relation`: as in plain
         cells."""
         return Relation
 
@@ -120,7 +120,7 @@ class Grouping:
 
     @classmethod
     def is_numbered(cls, reader: CellValues, inner: Any, j: Any) -> bool:
-        """Whether a running sum of `inner` over j grows with each group."""
+        """True if a running sum of `inner` over j grows with each group."""
         return False
 
     @property
@@ -147,7 +147,7 @@ class Grouping:
 
 
 def differs(kept: Kept, plain: Kept, kind: type[Relation]) -> bool:
-    """Whether special cells of a grouping are treated otherwise than plain ones of the same distance."""
+    """True if special cells of a grouping are treated otherwise than plain ones of the same distance."""
     none = Form(None, True, {})
     for cell, answer in kept.items():
         found = cell.of(kind)
@@ -159,5 +159,5 @@ def differs(kept: Kept, plain: Kept, kind: type[Relation]) -> bool:
 
 
 def sides(linear: Linear, query: Expr, key: Expr) -> bool:
-    """Whether a form reads a term as the query's less the key's alone."""
+    """True if a form reads a term as the query's less the key's alone."""
     return linear.get(query) == -linear.get(key, sympy.S.Zero)

@@ -114,7 +114,7 @@ class NodeRelation(Relation):
         return {}
 
     def _is_another_node(self, cell: Cell, level: int) -> bool:
-        """Whether the node `level` levels above the query's is never the key's. A root is above itself."""
+        """True if the node `level` levels above the query's is never the key's. A root is above itself."""
         match self.kin:
             case Kin.NODE:
                 return False

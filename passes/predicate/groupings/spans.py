@@ -101,7 +101,7 @@ class SpanRelation(Relation):
         return found | ({_SPANS} if self.held is Held.TWO else set())
 
     def never(self, term: Expr, value: Expr) -> bool:
-        """Whether `value` (less the base) marks spans, and the token of `term` is in none."""
+        """True if `value` (less the base) marks spans, and the token of `term` is in none."""
         if self.marks.kind == "ids" or value not in self.marks.inside:
             return False
         return (term == SQ and not self._query) or (term == SK and not self._key)
@@ -174,7 +174,7 @@ class Marks(Grouping):
 
     @classmethod
     def is_numbered(cls, reader: CellValues, inner: Any, j: Any) -> bool:
-        """Whether it reads what marks spans alone, and adds 0 inside of them, 1 or more at their first tokens, and
+        """True if it reads what marks spans alone, and adds 0 inside of them, 1 or more at their first tokens, and
         nothing below 0 elsewhere.
 
         token_type_ids                                       0 1 1 0 0 1 1 1
