@@ -644,7 +644,7 @@ if _slice_index is not None:
 
 @contextmanager
 def ones_open(env: Any) -> Generator[None]:
-    """Inside, ops take sizes of a shape environment so."""
+    """Let ops take sizes of a shape environment as `leave_ones_open` says."""
     if "evaluate_sym_node" in vars(env):
         yield
         return

@@ -280,12 +280,12 @@ _Edge = tuple[int, int, int | None]
 
 
 def _in(step: int) -> int:
-    """Behind the cut: the step of this number runs on rows that came."""
+    """Vertex of a step's start: where it is behind the cut, the step runs again, on rows that came."""
     return 2 * step
 
 
 def _out(step: int) -> int:
-    """Behind the cut: that, or the step's rows travel."""
+    """Vertex of a step's end: where it is behind the cut, the step runs again, or its rows travel."""
     return 2 * step + 1
 
 
@@ -369,7 +369,7 @@ def move_exchanges(state: State) -> State:
     outside_autocast = cache(partial(_outside_autocast, root=state.graph_module))
 
     def way_to(node: fx.Node) -> ReadWay | None:
-        """None: nothing can be computed again where an autocast is open around the graph."""
+        """The way to a node; None where an autocast is open around the graph: nothing can be computed again there."""
         if not outside_autocast(node.graph):
             return None
         return ReadWay(node, order_of(node.graph), state.locality.states, extents, changed)
@@ -430,7 +430,7 @@ def _outside_autocast(graph: fx.Graph, root: fx.GraphModule) -> bool:
 
 
 def costs_of(load: Load, device: Device) -> Costs:
-    """For one row that a rank computes again, of those beyond its own."""
+    """The costs of one row that a rank computes again, of the rows beyond its own."""
     received, expanded = float(load.received.sum(1).max()), max(1.0, float(load.expanded.max()))
     more = max(0.0, expanded - load.local_rows)
     return Costs(

@@ -111,7 +111,7 @@ class Stillness:
 
 
 def _waiting_place(frames: Frames) -> Frames | None:
-    """None: at no place where it could wait for a rank. Collectives are torch's, not of Python's standard library."""
+    """The place of a stack where it could wait for a rank, else None: collectives are torch's, not Python's own."""
     if not frames or _in_standard_library(frames[0][0]):
         return None
     return frames
@@ -452,7 +452,7 @@ class Heartbeat:
                 os._exit(1)  # no Python error reaches a thread inside a collective
 
     def _leave(self) -> None:
-        """At the end of the process: say how it ended, and whether another rank's death was why."""
+        """Say at the end of the process how it ended, and whether another rank's death was why."""
         self._stop.set()
         error = getattr(sys, "last_value", None)
         try:

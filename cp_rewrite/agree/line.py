@@ -44,13 +44,13 @@ class Door:
                 line.send(self._me)
 
     def close(self) -> None:
-        """In this process; lines of its parent stand."""
+        """Close the port and all lines in this process; those of its parent stay open."""
         for opened in (self._socket, *self._lines):
             opened.close()
 
 
 class Line:
-    """To the door of another process, who says that it is `other`. Nothing here waits."""
+    """A connection to the door of another process, which says there that it is `other`. No method waits."""
 
     def __init__(self, places: str, other: str) -> None:
         hosts, _, port = places.rpartition(" ")

@@ -394,7 +394,8 @@ def _first_tokens(batch: Mapping[str, Any], tokens: int, sharding: Sharding) -> 
 
 
 class _Captured(BaseException):
-    """No Exception: no handler of Dynamo's, or of a module around the graph, looks at it."""
+    """Raised to end a call whose graph was captured. It is no Exception: no handler of Dynamo's, or of a module around
+    the graph, catches it."""
 
 
 def _report(state: passes.State, model: Any, once: bool) -> Report:

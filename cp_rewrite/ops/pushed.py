@@ -90,7 +90,7 @@ def forward_sizes(q: Tensor, k: Tensor, v: Tensor, route: Any) -> tuple[int, ...
 
 
 def backward_sizes(q: Tensor, k: Tensor, v: Tensor, route: Any, kept: bool) -> tuple[int, ...]:
-    """The same of a backward."""
+    """Key heads of each stage of a backward, the same on all ranks."""
     return backward_stages(*_known(q, k, v, route), kept)
 
 
@@ -315,7 +315,7 @@ def _in_place(run: Run, k: Tensor, v: Tensor, here: slice, holder_ptr: Tensor) -
 def _around(
     run: Run, k: Tensor, v: Tensor, kv: Tensor | None, route: Any, here: slice, group: str, mxint15: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In steps, around one kernel. `here`: rows in place, which are all keys of this rank or none."""
+    """A backward in steps, around one kernel. `here`: rows in place, which are all keys of this rank or none."""
     main, side, whole = cuda.current_stream(k.device), peers.side_stream(k.device), here.stop > here.start
     if kv is None:
         with nvtx("exchange"):
@@ -350,7 +350,7 @@ def _around(
 def _in_parts(
     run: Run, k: Tensor, v: Tensor, kv: Tensor | None, route: Any, here: slice, group: str, mxint15: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In two parts. The early one reads the keys of rows `here` in place, and writes their gradients there."""
+    """A backward in two parts. The early one reads keys of rows `here` in place, and writes their gradients there."""
     main, side, lane = cuda.current_stream(k.device), peers.side_stream(k.device), peers.first_lane(k.device)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if kv is None:

@@ -182,8 +182,8 @@ class Plan:
 
     @cached_property
     def places(self) -> Mapping[int, Load]:
-        """By the ranks of a node over which `a2a+…` scatters heads: what places of so many ranks have to do, each as
-        one owner of its ranks' tokens. Nothing where there is one node."""
+        """Ranks of a node over which `a2a+…` scatters heads -> the load of places of so many ranks, each one owner of
+        its ranks' tokens. Nothing where there is one node."""
         if not 1 < self.ranks_per_node < self.world_size:
             return {}
         batch = BatchPlan((self.documents,), (self.order,), self.world_size)

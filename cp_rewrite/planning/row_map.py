@@ -28,7 +28,7 @@ class TokenCount:
         return TokenCount(self.plus - other.plus, self.times - other.times)
 
     def order(self) -> tuple[int, int]:
-        """By which counts stand in the order of their numbers, in rows that are longer than every constant."""
+        """A key that sorts counts by their numbers in rows that are longer than every constant."""
         return self.times, self.plus
 
     def of(self, tokens: Any) -> Any:
@@ -58,7 +58,7 @@ class Piece:
 
     @property
     def end(self) -> TokenCount:
-        """Behind the greatest row that is read."""
+        """The place behind the greatest row that is read."""
         return self.start + (self.length if self.step > 0 else TokenCount(1))
 
     def row(self, entry: TokenCount) -> TokenCount:
@@ -70,7 +70,7 @@ class Piece:
         return replace(self, start=self.row(entry), length=length)
 
     def turned(self) -> Piece:
-        """From its last entry to its first."""
+        """The same entries, the last one first."""
         return replace(self, start=self.row(self.length - TokenCount(1)), step=-self.step)
 
 

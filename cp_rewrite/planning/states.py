@@ -42,7 +42,7 @@ class _Pieces:
     length: Int
 
     def back(self) -> _Pieces:
-        """From behind."""
+        """The same pieces, the last one first."""
         return _Pieces(self.sequence[::-1], self.owner[::-1], self.row[::-1], self.length[::-1])
 
     @property

@@ -94,7 +94,7 @@ class ReadOnce:
 
     @contextmanager
     def trial(self) -> Generator[bool]:
-        """Around work on a captured graph; tells whether blocks are regions in it. Errors are ReadApart then.
+        """Surround work on a captured graph, and tell whether blocks are regions in it: its errors are ReadApart then.
 
         Raises:
             ReadApart: by something that torch's guards do not see, a block's graph may stand for one that is another.

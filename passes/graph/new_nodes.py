@@ -176,8 +176,7 @@ def maker(before: fx.Node, mode: FakeTensorMode) -> Maker:
 
 @contextmanager
 def autocasts_open(autocasts: Iterable[Sequence[Any]]) -> Generator[None]:
-    """Inside of autocast regions, which decide on dtypes. Args: autocasts: the arguments of those that a node stands
-    in."""
+    """Open the autocast regions that a node stands in, which decide on dtypes. autocasts: their arguments."""
     with ExitStack() as stack:
         for autocast in autocasts:
             entered = torch.amp.autocast_mode._enter_autocast(*autocast)
@@ -307,7 +306,7 @@ class OtherSizes:
         return [*map(self.number, x.shape)], [*map(self.number, x.stride())]
 
     def _view(self, x: Tensor) -> Tensor:
-        """One that shares memory where x does."""
+        """A fake tensor like x, which shares memory with others where x does."""
         memory = memory_id(x)
         if memory not in self._bases:
             size = self.number(x.untyped_storage().nbytes()) // x.element_size()

@@ -221,7 +221,7 @@ class TokenAxis:
         return next((found for found in self.inputs if found.node is node), None)
 
     def unified(self) -> TokenAxis:
-        """With guards that all inputs have one number of tokens and of rows, and a refusal of each that has another.
+        """This axis, with guards that all inputs have one number of tokens and of rows; those with another are refused.
 
         With dynamic shapes each argument has symbols of its own; the guards make them one.
         """

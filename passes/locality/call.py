@@ -307,7 +307,7 @@ class Call:
         return list(zip(state.dims if isinstance(state, Rows) else [None] * len(sizes), sizes, strict=True))
 
     def use_positions(self, *tensors: Tensor | None) -> None:
-        """These tensors' values matter: `arange` over tokens among them must count the global row."""
+        """Note that these tensors' values matter: `arange` over tokens among them must count the global row."""
         for tensor in tensors:
             rows = self.rows(tensor)
             if rows and rows.shard_rows is not None:
@@ -335,7 +335,7 @@ class Call:
         raise Mixes(f"{what} the token dim (dim {dim}){advice(self.facts.node, what, self.first)}")
 
     def check_numbers(self, *values: Any) -> None:
-        """These numbers, or all of the arguments, may not be made from the token count."""
+        """Refuse an op of which these numbers, or any of all its arguments, were made from the token count."""
         for value in tree_leaves(values or (self.args, self.kwargs)):
             if self.extents.counts_tokens(value):
                 hint = MEAN_HINT if self.name.startswith(("div", "true_divide", "mul")) else COUNT_HINT

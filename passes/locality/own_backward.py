@@ -51,7 +51,7 @@ class _Call:
 
     @staticmethod
     def of(node: fx.Node) -> _Call | None:
-        """None: another torch writes it in another way."""
+        """The call that a node is; None where another version of torch writes it in another way."""
         bodies = nested_graphs(node)
         if len(bodies) != 2 or list(bodies) != list(node.args[:2]):
             return None

@@ -106,8 +106,8 @@ class FillRows:
 
 @dataclass(frozen=True)
 class Reading:
-    """How an op reads its operands. claims: those that are other than they are, by `id`. conversions: what makes them
-    true."""
+    """How an op reads its operands. claims: of those that it reads as something else, by `id`. conversions: what makes
+    these claims true."""
 
     claims: Mapping[int, TensorState] = field(default_factory=dict[int, TensorState])
     conversions: Mapping[int, tuple[Conversion, ...]] = field(default_factory=dict[int, tuple[Conversion, ...]])

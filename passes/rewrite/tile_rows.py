@@ -107,7 +107,7 @@ class _Body:
 
 
 def _plain(module: fx.GraphModule) -> fx.GraphModule:
-    """The same as a module that Dynamo reads: make_fx gives one that writes its code when it is first called."""
+    """A module of the same graph that Dynamo can read: make_fx gives one that writes its code at its first call."""
     return fx.GraphModule(module, module.graph)
 
 

@@ -173,7 +173,7 @@ class Step:
 
     @property
     def local(self) -> bool:
-        """It only leaves out rows without a token, which may be done twice."""
+        """True if the change only leaves out rows without a token, which may be done twice."""
         return all(getattr(each, "local", False) for each in self.runs)
 
 
@@ -198,7 +198,7 @@ class Lowering:
 
     @property
     def why(self) -> str:
-        """For the report."""
+        """The reason that a report gives."""
         made = [f"{step.op} {getattr(step.run, 'why', _OVER_ALL)}" for step in self.steps if step.run]
         made += {why: None for step in self.steps for each in step.conversions if (why := getattr(each, "why", ""))}
         return ", ".join(made) or "sums inside of it are needed whole"

@@ -69,7 +69,7 @@ def _window(launch: Launch) -> dict[str, int | None]:
 
 @contextmanager
 def _deterministic(on: bool) -> Generator[None]:
-    """This op knows no such argument: it reads torch's global switch."""
+    """Set torch's global switch, which the op reads: it has no argument for that."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -104,7 +104,7 @@ def _backward(
 
 
 def _packs_heads(launch: Launch) -> bool | None:
-    """None: the library's choice."""
+    """False where heads that share keys are faster apart; None: the library chooses."""
     entries = launch.cu_seqlens_q.shape[0] - 1
     return False if _SHORT * entries <= launch.stop < _LONG * entries else None
 

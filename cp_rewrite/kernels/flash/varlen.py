@@ -97,7 +97,7 @@ class ForwardOverlap:
         self.join()
 
     def join(self) -> None:
-        """From here on the current stream has all keys, and what a late part wrote."""
+        """Let the current stream wait for all keys, and for what a late part writes."""
         _join(self.stream)
 
 

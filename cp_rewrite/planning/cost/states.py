@@ -98,7 +98,7 @@ class StatePieces:
         return StatePieces(sequence, owners[segment], length)
 
     def back(self) -> StatePieces:
-        """From behind."""
+        """The same pieces, the last one first."""
         return StatePieces(self.sequence[::-1], self.owner[::-1], self.length[::-1])
 
     def passed_more(self, ranks: int) -> Float:

@@ -268,7 +268,7 @@ def _by_number(number: Int) -> Int:
 
 
 def _by_density(slices: Slices, number: Int) -> tuple[Slices, Int]:
-    """By number, and then from the sparsest to the densest: the most of them are so already, which sorts fast."""
+    """Slices by number, then from the sparsest to the densest: most of them are so already, which sorts fast."""
     density = slices.work / slices.size
     order = _by_number(number)
     key = number[order] * (density.max(initial=0) + 1) + density[order]

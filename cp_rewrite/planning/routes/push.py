@@ -436,7 +436,7 @@ def _sends(runs: Runs, rank: int, cuts: list[PushCut], world_size: int) -> tuple
 
 
 def _with_filling(rank: int, filling: int, used: int, sends: Int, targets: Int, ends: Int) -> tuple[Int, Int, Int]:
-    """The same, and own rows go to this rank's expanded rows [used, used + filling) too, if there are own ones."""
+    """Sends with own rows for this rank's expanded rows [used, used + filling) too, if there are own ones."""
     own = int(ends[0])
     more = filling if own else 0
     rows, into = np.resize(sends[:own], more), (rank << 32) + used + np.arange(more)

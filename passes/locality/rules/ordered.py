@@ -72,7 +72,7 @@ def _index(ranks: Ranks, dims: Dims) -> Tensor:
 
 
 def _places(ranks: Ranks, chosen: Tensor, dims: Dims) -> Tensor:
-    """The same of those that are `chosen`; `_NOWHERE` of others."""
+    """int64: the places in the whole row of tokens that are `chosen`; `_NOWHERE` of others."""
     return torch.where(chosen, _index(ranks, dims), _NOWHERE)
 
 
@@ -91,7 +91,7 @@ class _ByValue(Picked):
 
 
 def topk(call: Call) -> tuple[States, RunOverRanks]:
-    """As many as there are for any number of tokens."""
+    """The k largest of all ranks, where k is a plain number."""
     rows, dim = rows_along(call, call.arg("dim"))
     if not isinstance(call.arg("k"), int):
         raise Mixes("topk of as many tokens as the shard happens to have")

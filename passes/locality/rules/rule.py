@@ -42,7 +42,7 @@ from cp_rewrite.torch_internals import OpOverload, OpOverloadPacket
 
 
 def can_spread(rows: Rows) -> bool:
-    """Not rows in an order of their own, and no places of rows."""
+    """True of rows that are not in an order of their own, and whose values are no places of rows."""
     factors = [factor for dim in rows.dims for factor in dim or () if not (isinstance(factor, Fewer) and factor.by > 0)]
     return (
         rows.shard_rows is None

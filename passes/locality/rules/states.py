@@ -93,7 +93,7 @@ class OnPieces:
 
     @property
     def why(self) -> str:
-        """For the report."""
+        """The reason that a report gives."""
         if self.states.resets:
             return "document by document: what pieces do to the state goes to the ranks that have later ones"
         return (
