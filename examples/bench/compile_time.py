@@ -61,7 +61,12 @@ MODELS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "llama": lambda given: LlamaConfig(**given),
     "qwen3_next": lambda given: Qwen3NextConfig(**given, mlp_only_layers=[*range(given["num_hidden_layers"])]),
     "kimi_linear": lambda given: KimiLinearConfig(**given, mlp_layer_types=["dense"] * given["num_hidden_layers"]),
-    "mamba2": lambda given: Mamba2Config(**given, num_heads=given["hidden_size"] // 32, head_dim=64),
+    "mamba2": lambda given: Mamba2Config(
+        **given | {"attn_implementation": "eager"},
+        num_heads=given["hidden_size"] // 32,
+        head_dim=64,
+        n_groups=max(1, given["hidden_size"] // 256),
+    ),
 }
 """Configs of hybrids have the widths of recurrent layers that transformers gives them."""
 

@@ -30,8 +30,10 @@ from torch import Tensor
 
 from cp_rewrite.kernels.select import DeviceFacts, device_facts
 
+from .settings import tune_among_best
+
 _ROOT = Path(__file__).parents[2]
-_COMPILER = ("TRITON_", "FLA_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_", "TILELANG_", "TL_")
+_COMPILER = ("TRITON_", "FLA_", "LLVM_", "MLIR_", "NVPTX_", "DISABLE_", "TILELANG_", "TL_", "CP_REWRITE_TUNE")
 """Environment variables that begin so may change what is compiled."""
 
 
@@ -252,4 +254,7 @@ def reasons(name: str, dtype: torch.dtype, channels: int, values: int, facts: De
 def load(name: str) -> Any:
     """A class of `CLASSES`, imported when asked for, with its libraries."""
     module, _, of_it = name.partition(".")
-    return getattr(importlib.import_module(f"cp_rewrite.kernels.states.{module}"), of_it)
+    found = getattr(importlib.import_module(f"cp_rewrite.kernels.states.{module}"), of_it)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        tune_among_best()
+    return found
