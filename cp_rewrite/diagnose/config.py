@@ -117,14 +117,14 @@ def _chosen(target: Target, needs: Needs, share: Share) -> int:
     sizes = [n for n in range(2, share.ranks + 1) if share.ranks % n == 0 and needs.experts and needs.experts % n == 0]
     if not sizes or "weights" in share.on_host:
         return 1
-    layers = [layer for layer in needs.layers if layer.experts]
+    shared = needs.expert_layers
     mixture = Mixture(
-        layers=len(layers),
-        chosen=needs.chosen,
-        trips=TRIPS + TRIPS_AGAIN * any(layer.checkpointed for layer in layers),
-        gathered=sum(2 * layer.experts for layer in layers) * (1 + share.resharded),
-        summed=sum(4 * min(layer.trained, layer.experts) for layer in layers),
-        row=sum(2 * layer.enters for layer in layers),
+        layers=len(shared),
+        chosen=max(each.chosen for each in shared),
+        trips=TRIPS + TRIPS_AGAIN * any(layer.checkpointed for layer in needs.layers if layer.experts),
+        gathered=sum(2 * each.parameters for each in shared) * (1 + share.resharded),
+        summed=sum(4 * each.trained for each in shared),
+        row=sum(2 * each.columns for each in shared),
         flops=needs.flops,
     )
     machine = Machine(share.ranks, target.ranks_per_node, target.speeds)

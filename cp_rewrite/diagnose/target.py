@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
 from cp_rewrite.experts.choose import chosen_of
-from cp_rewrite.experts.layers import is_layer_of_experts
+from cp_rewrite.experts.layers import Experts, is_layer_of_experts
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.kernels.states.select import SOLVED, runs_by_kernels
 from cp_rewrite.ops.states.maps import inputs_of, state_shapes, wide
@@ -40,7 +40,7 @@ from cp_rewrite.planning.choose_exchange import exchange_seconds, needed_bytes, 
 from cp_rewrite.planning.cost.constants import BACKWARD_FLOPS, BESIDE_TENSORS, PRODUCTS, TILE_GAIN_AGAIN
 from cp_rewrite.planning.cost.devices import DEVICES, Device, Model, SiteKind
 from cp_rewrite.planning.cost.load import load_of
-from cp_rewrite.planning.cost.memory import Layer, Memory, Needs, Share, amount, predict
+from cp_rewrite.planning.cost.memory import ExpertLayer, Layer, Memory, Needs, Share, amount, predict
 from cp_rewrite.planning.cost.tiles import imbalance
 from cp_rewrite.planning.intervals import CHUNK
 from cp_rewrite.planning.names import part_of
@@ -66,11 +66,12 @@ _LAYER = re.compile(r"^((?:L\['args'\]\[\d+\])?+.*?(?:\.|\[)\d+\]?)(?=\.|$)")
 @dataclass(frozen=True)
 class GraphNeeds:
     """Needs of a graph, and the nodes behind what tiles may spare. head: what makes the loss's logits. wide: of each
-    layer, its wide tensors' nodes -> elements per token."""
+    layer, its wide tensors' nodes -> elements per token. wide_beside: of these, those beside layers of experts."""
 
     needs: Needs
     head: fx.Node | None
     wide: tuple[Mapping[fx.Node, float], ...]
+    wide_beside: tuple[Mapping[fx.Node, float], ...]
 
     def after(self, gm: fx.GraphModule, origin: Mapping[fx.Node, fx.Node]) -> Needs:
         """The needs once passes have put into tiles what they could: what the graph still has is in none.
@@ -79,11 +80,13 @@ class GraphNeeds:
         `origin`: of nodes that are copies, the node of the graph."""
         there = {node for body in graph_modules(gm) for node in body.graph.nodes}
         there |= {copy for copy, node in origin.items() if node in there}
+
+        def left(nodes: Mapping[fx.Node, float]) -> float:
+            return sum(size for node, size in nodes.items() if node not in there)
+
         layers = [
-            replace(layer, wide=sum(size for node, size in nodes.items() if node not in there))
-            if layer.checkpointed
-            else layer
-            for layer, nodes in zip(self.needs.layers, self.wide, strict=True)
+            replace(layer, wide=left(wide), wide_beside=left(beside)) if layer.checkpointed else layer
+            for layer, wide, beside in zip(self.needs.layers, self.wide, self.wide_beside, strict=True)
         ]
         has = self.head is not None and self.head in there
         returned = self.head is not None and has and is_given(origin.get(self.head, self.head))
@@ -102,23 +105,27 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
         normed -> q, k, v -> rotated -> attention -> out -> + -> normed -> gate, up -> silu, times -> down -> +
         kept            v    kept       kept        kept         kept      kept         kept
     """
-    graph = _Graph(gm, tokens, target)
+    names = {name: module for name, module in model.named_modules() if is_layer_of_experts(module)}
+    graph = _Graph(gm, tokens, target, frozenset(names))
     paths = [path for path in graph.paths if path]
     weights = _weights_by_layer(model, paths)
-    of_experts = [layer for layer in model.modules() if is_layer_of_experts(layer)]
-    experts, chosen = math.gcd(*(layer.num_experts for layer in of_experts)), max(map(chosen_of, of_experts), default=0)
-    wide = tuple(graph.wide(path) for path in paths)
+    experts: dict[str, list[ExpertLayer]] = defaultdict(list)
+    for name, module in names.items():
+        chosen = graph.chosen.get(name) or min(chosen_of(module), module.num_experts)
+        experts[_layer_of(name, paths)].append(_sizes_of(module, chosen))
+    wide, beside = (tuple(graph.wide(path, beside) for path in paths) for beside in (False, True))
     found = [
         Layer(
-            *weights[path][:2],
-            experts=weights[path][2],
+            *weights[path],
+            experts=tuple(experts[path]),
             **graph.layer(path),
             wide=sum(nodes.values()),
+            wide_beside=sum(others.values()),
             states=graph.states(path),
             work=graph.work(path),
             checkpointed=path in graph.checkpointed,
         )
-        for path, nodes in zip(paths, wide, strict=True)
+        for path, nodes, others in zip(paths, wide, beside, strict=True)
     ]
     # The widest product outside of layers is the logits, which are counted by themselves.
     head = max(graph.products[""], key=graph.size, default=None) if paths else None
@@ -126,8 +133,8 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     outside = graph.layer("")["kept"] - logits
     returned = head is not None and is_given(head)
     work = graph.work("")
-    needs = Needs(tuple(found), *weights[""][:2], outside, logits, returned, work=work, experts=experts, chosen=chosen)
-    return GraphNeeds(needs, head, wide)
+    needs = Needs(tuple(found), *weights[""], outside, logits, returned, work=work)
+    return GraphNeeds(needs, head, wide, beside)
 
 
 def is_given(node: fx.Node) -> bool:
@@ -151,9 +158,13 @@ class _Graph:
     gm: fx.GraphModule
     tokens: int
     target: DeviceFacts | None
+    expert_layers: frozenset[str]
+    """Names of layers of experts that ranks can share."""
     checkpointed: set[str] = field(default_factory=set[str])
     products: dict[str, dict[fx.Node, None]] = field(default_factory=lambda: defaultdict(dict))
     """Layer -> its matrix products."""
+    chosen: dict[str, int] = field(default_factory=dict[str, int])
+    """Layers of experts that run as one op, by name -> experts that a token has."""
     _paths: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     _nodes: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     _operands: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
@@ -170,6 +181,9 @@ class _Graph:
                 self._nodes[self.path(node)].append(node)
                 if _is_product(node) and self.size(node):
                     self.products[self.path(node)][node] = None
+                if op_name(node) == "experts.default":
+                    width: int = value_of(bind(node)["chosen"]).shape[1]
+                    self.chosen |= dict.fromkeys(self._names(node) & self.expert_layers, width)
 
     @property
     def paths(self) -> Collection[str]:
@@ -203,11 +217,21 @@ class _Graph:
             else:
                 return node
 
-    def kept(self, path: str) -> list[fx.Node]:
-        """Tensors that the backward of a layer reads, but for those that enter it."""
+    def in_experts(self, node: fx.Node) -> bool:
+        """True if a node stands in a layer of experts that ranks can share."""
+        return not self.expert_layers.isdisjoint(self._names(node))
+
+    def _names(self, node: fx.Node) -> set[str]:
+        """Names of the modules that a node stands in."""
+        stack: Any = node.meta.get("nn_module_stack") or {}
+        return {_plain(str(path)) for path, _ in stack.values()}
+
+    def kept(self, path: str, beside: bool = False) -> list[fx.Node]:
+        """Tensors that the backward of a layer reads, but for those that enter it. beside: what it reads beside its
+        layers of experts."""
         found: dict[fx.Node, None] = {}
         for node in self._nodes[path]:
-            if node not in self.products[path]:
+            if node not in self.products[path] or (beside and self.in_experts(node)):
                 continue
             if self._is_read(node, path):
                 found[node] = None
@@ -221,15 +245,19 @@ class _Graph:
     def layer(self, path: str) -> dict[str, float]:
         """Sizes of a layer, as `Layer` names them."""
         kept, own, enters = self.kept(path), self.products[path], self.enters(path)
+        beside = self.kept(path, beside=True)
+        solved = sum(map(self.solved, own))
         order = {node: i for i, node in enumerate(self._nodes[path]) if node.op != "output"}
         attends = [node for node in own if op_name(node) in _ATTENTION]
         last = max((order[node] for node in attends), default=0)
         queries, keys = (max((self._read(node, at) for node in attends), default=0.0) for at in ([0], [1, 2]))
         return {
             "enters": enters,
-            "kept": enters + sum(map(self.size, kept)) + sum(map(self.solved, own)),
+            "kept": enters + sum(map(self.size, kept)) + solved,
+            "kept_beside": enters + sum(map(self.size, beside)) + solved,
             "before_attention": enters + sum(self.size(node) for node in kept if order.get(node, 0) <= last),
             "widest": max(map(self.size, (*kept, *own)), default=0.0),
+            "widest_beside": max(map(self.size, (*beside, *(n for n in own if not self.in_experts(n)))), default=0.0),
             "grouped": max(map(self.size, self.grouped(path)), default=0.0),
             "queries": queries,
             "keys": keys,
@@ -245,10 +273,11 @@ class _Graph:
         products = [node for node in self.products[path] if op_name(node) in _GROUPED]
         return {self.base(n) for node in products for n in (node, *node.all_input_nodes)}
 
-    def wide(self, path: str) -> dict[fx.Node, float]:
-        """Tensors that tiles would hold some rows of, in a layer that is checkpointed -> elements per token."""
+    def wide(self, path: str, beside: bool = False) -> dict[fx.Node, float]:
+        """Tensors that tiles would hold some rows of, in a layer that is checkpointed -> elements per token. beside: as
+        of `kept`."""
         least, grouped = 2 * TILE_GAIN_AGAIN * self.enters(path), self.grouped(path)
-        return {n: size for n in self.kept(path) if (size := self.size(n)) >= least and n not in grouped}
+        return {n: size for n in self.kept(path, beside) if (size := self.size(n)) >= least and n not in grouped}
 
     def work(self, path: str) -> float:
         """Multiplications per token of a layer's matrix products, attention and recurrences left out."""
@@ -332,18 +361,36 @@ def _is_linear(node: fx.Node) -> bool:
     return op_name(node) in _LINEAR
 
 
-def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tuple[int, int, int]]:
-    """(parameters, trained ones, those of experts that ranks can share) of each layer, by the path that Dynamo gives
-    it, and of what is in none by ""."""
-    counts: dict[str, list[int]] = {path: [0, 0, 0] for path in ("", *layers)}
-    short = {_plain(path): path for path in layers}
-    shared = {id(p) for layer in model.modules() if is_layer_of_experts(layer) for p in layer.parameters()}
+def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tuple[int, int]]:
+    """(parameters, trained ones) of each layer, by the path that Dynamo gives it, and of what is in none by ""."""
+    counts: dict[str, list[int]] = {path: [0, 0] for path in ("", *layers)}
     for name, weight in model.named_parameters():
-        found = _LAYER.match(name)
-        path = short.get(found[1], "") if found else ""
-        for i, counted in enumerate((True, weight.requires_grad, id(weight) in shared)):
+        path = _layer_of(name, layers)
+        for i, counted in enumerate((True, weight.requires_grad)):
             counts[path][i] += weight.numel() if counted else 0
-    return {path: (total, trained, experts) for path, (total, trained, experts) in counts.items()}
+    return {path: (total, trained) for path, (total, trained) in counts.items()}
+
+
+def _layer_of(name: str, layers: Collection[str]) -> str:
+    """The path of the one of these layers that has the parameter or module of this name; "" of none."""
+    found = _LAYER.match(name)
+    return next((path for path in layers if found and _plain(path) == found[1]), "")
+
+
+def _sizes_of(layer: Any, chosen: int) -> ExpertLayer:
+    """Sizes of a layer of experts, of which a token has so many."""
+    up, down = layer.gate_up_proj if layer.has_gate else layer.up_proj, layer.down_proj
+    columns, inner = down.shape[:0:-1] if layer.is_transposed else down.shape[1:]
+    return ExpertLayer(
+        experts=layer.num_experts,
+        chosen=chosen,
+        columns=columns,
+        first=up.shape[2 if layer.is_transposed else 1],
+        inner=inner,
+        parameters=sum(p.numel() for p in layer.parameters()),
+        trained=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+        is_op=isinstance(layer, Experts),
+    )
 
 
 def _plain(path: str) -> str:

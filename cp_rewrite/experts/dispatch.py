@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ def experts_backward(
     way, pairs = _kept(chosen, up.shape[0], group, known, places, weights)
     products = _Products(pairs, transposed, up, down, up_bias, down_bias, grad.dtype)
     rows, first = shown(rows, sum(way.recv), grad.shape[1]), shown(first, products.size, products.up.shape[2])
-    dx, dweight, *others = products.backward(rows, first, way.go(grad), gate)
+    dx, dweight, *others = products.backward(rows, first, lambda: way.go(grad), gate)
     return [way.home(dx), way.home_by_choice(dweight).to(weight.dtype), *others]
 
 
@@ -254,13 +254,14 @@ class _Products:
             y = y + (self.down_bias[self.expert] * self.weight).to(y.dtype)
         return self._added(y)
 
-    def backward(self, rows: Tensor, first: Tensor, grads: Tensor, gate: str) -> list[Tensor]:
-        """Gradients of received rows, of the weights of their choices, and of what is `given`. grads: (R, C).
+    def backward(self, rows: Tensor, first: Tensor, receive: Callable[[], Tensor], gate: str) -> list[Tensor]:
+        """Gradients of received rows, of the weights of their choices, and of what is `given`. receive: brings those of
+        what the rows gave, (R, C).
 
-        Tensors of all pairs go as soon as they are read: in a checkpointed layer this is where memory peaks.
+        Tensors go as soon as they are read: in a checkpointed layer this is where memory peaks. What a function is
+        given its caller holds, too, once Dynamo runs Python's frames.
         """
-        dy = self._picked(grads)
-        del grads
+        dy = self._picked(receive())
         dweighed = self._grouped(dy, self.down.transpose(1, 2))
         weighed, dfirst, dweight = gates.gradients(gate, first, self.weight, dweighed)
         del dweighed
@@ -294,7 +295,10 @@ class _Products:
             return x.new_zeros(0, weight.shape[2])
         if _has_grouped(x, weight):
             return F.grouped_mm(x, weight, offs=self.ends)
-        return torch.cat([part @ weight[i] for i, part in enumerate(x.split(self.sizes))])
+        out = x.new_empty(self.size, weight.shape[2])
+        for i, (part, into) in enumerate(zip(x.split(self.sizes), out.split(self.sizes), strict=True)):
+            torch.mm(part, weight[i], out=into)
+        return out
 
     def _outer(self, a: Tensor, b: Tensor) -> Tensor:
         """(e, A, B): of each expert the sum over its pairs of a (M, A) times b (M, B)."""
@@ -306,7 +310,10 @@ class _Products:
                 if not size:  # a sum of nothing, which a kernel may leave unwritten
                     out[i].zero_()
             return out
-        return torch.stack([x.t() @ y for x, y in zip(a.split(self.sizes), b.split(self.sizes), strict=True)])
+        out = a.new_empty(len(self.sizes), a.shape[1], b.shape[1])
+        for x, y, into in zip(a.split(self.sizes), b.split(self.sizes), out, strict=True):
+            torch.mm(x.t(), y, out=into)
+        return out
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         """(e, A): of each expert the sum over its pairs of rows (M, A)."""

@@ -148,10 +148,10 @@ def _sort(packed: Tensor, ends: Tensor, pairs: int) -> ByExpert:
 
 
 def _add_listed(x: Tensor, at: Tensor) -> Tensor:
-    padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).to(torch.promote_types(x.dtype, torch.float32))
-    out = padded.new_zeros(at.shape[0], x.shape[1])
-    for column in torch.where(at < 0, x.shape[0], at).unbind(1):
-        out += padded[column]
+    out = x.new_zeros(at.shape[0], x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+    for column in at.unbind(1):
+        (there,) = torch.where(column >= 0)
+        out[there] += x[column[there]]
     return out.to(x.dtype)
 
 

@@ -167,7 +167,7 @@ def test_forecasts_and_recipes_know_experts_that_ranks_share(tmp_path: Path, cap
     assert target is not None
     assert target.needs is not None
     per_layer = 12 * 3 * 64 * 4096
-    assert [layer.experts for layer in target.needs.layers] == [per_layer] * 2
+    assert [each.parameters for each in target.needs.expert_layers] == [per_layer] * 2
     alone, shared = fit_of(target, checkpointed=True).memory, fit_of(target, checkpointed=True, experts=4).memory
     assert alone.gathered - shared.gathered == 2 * per_layer * 3 // 4  # of the first layer, in its backward
     assert (alone.weights, alone.optimizer) == (shared.weights, shared.optimizer)

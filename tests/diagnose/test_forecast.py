@@ -23,34 +23,41 @@ from cp_rewrite.diagnose.config import explain_config, fit_of
 from cp_rewrite.diagnose.explain import Report
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.planning.cost.constants import BESIDE_TENSORS
-from cp_rewrite.planning.cost.memory import GIB, Layer, Needs, Share, predict, ways
+from cp_rewrite.planning.cost.memory import GIB, ExpertLayer, Layer, Needs, Share, predict, ways
 
 WIDTH, WIDE, VOCAB = 32, 96, 48
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+        self.experts = cp.Experts(8, WIDTH, 48, "geglu") if kind == "experts" else None
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(self.first(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        y = self.second(x)
+        x = x + self.down(F.gelu(self.up(y)))
+        if self.experts is None:
+            return x
+        weight, chosen = y[..., :8].flatten(0, 1).softmax(-1).topk(3)
+        return x + self.experts(y.flatten(0, 1), chosen, weight).view_as(x)
 
 
 class Model(nn.Module):
-    """A plain packed model. `kind`: "plain", "checkpointed", "sorted" (refused), "buffer" (its mask is one), or
-    "long" (more ops in a row than functions may call each other)."""
+    """A plain packed model. `kind`: "plain", "checkpointed", "sorted" (refused), "buffer" (its mask is one),
+    "experts" (beside each MLP, of which a token has 3), or "long" (more ops in a row than functions may call each
+    other)."""
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.kind = kind
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
         self.register_buffer("triangle", torch.ones(99, 99, dtype=torch.bool).tril())
 
     def forward(self, input_ids: Tensor, doc_ids: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ def test_what_a_layer_keeps_is_read_off_the_graph(plain: Report) -> None:
     """Enters, normed, qkv, attention's out, the projection (the second norm reads it), normed, up, gelu."""
     kept = WIDTH * (1 + 1 + 3 + 1 + 1 + 1) + 2 * WIDE
     found, again = needs(plain), needs(report_of("checkpointed"))
-    weights = sum(p.numel() for p in Block().parameters())
+    weights = sum(p.numel() for p in Block("plain").parameters())
     assert [(x.kept, x.enters, x.widest, x.queries, x.keys) for x in found.layers] == [
         (kept, WIDTH, WIDE, WIDTH, 2 * WIDTH)
     ] * 2
@@ -240,6 +247,19 @@ def test_rows_of_experts_are_in_no_tile(tmp_path: Path) -> None:
     ids = torch.zeros(1, 64, dtype=torch.long)
     report = cp.explain(model, sharding)(input_ids=ids, position_ids=torch.arange(64)[None], labels=ids)
     assert sum("cp_rewrite.tiled" in line for line in report.after) == 1, "the MLP of the second layer"
+
+
+def test_experts_that_run_as_one_op_count_where_no_ranks_share_them(plain: Report) -> None:
+    count = 8 * 3 * 48 * WIDTH
+    found, share = needs(report_of("experts")), Share(64, 64, 4)
+    for layer, without in zip(found.layers, needs(plain).layers, strict=True):
+        assert layer.experts == (ExpertLayer(8, 3, WIDTH, 2 * 48, 48, count, count, is_op=True),)
+        assert (layer.kept, layer.kept_beside) == (without.kept, without.kept)
+        assert (layer.parameters - without.parameters, layer.trained - without.trained) == (count, count)
+    for experts in (1, 4):
+        shared = replace(share, experts=experts)
+        more = predict(found, shared).activations - predict(needs(plain), shared).activations
+        assert more == pytest.approx(2 * 64 * found.layers[0].experts[0].kept(experts, 2), abs=1)
 
 
 def test_weights_that_stay_whole_are_those_of_all_blocks() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_rewrite.experts import dispatch, gates
 from cp_rewrite.experts.dispatch import Dispatch, join_group
 from cp_rewrite.kernels import choices
+from cp_rewrite.planning.cost.memory import ExpertLayer, Share
+from tests.helpers.peak import peak_bytes
 from tests.helpers.pool import Pool
 
 E, C, F, K = 12, 5, 3, 3
@@ -254,3 +258,55 @@ def test_mutants_die(pool: Pool, mutant: str) -> None:
     expected = whole(CASES["uneven"], 2, False, False, by_hand)
     results = pool.run(2, on_ranks, CASES["uneven"], False, False, mutant)
     assert not all(same(found, one) for (found, _), one in zip(results, expected, strict=True))
+
+
+LARGE = ExpertLayer(experts=8, chosen=2, columns=96, first=128, inner=64, parameters=8 * 96 * 192, trained=0)
+"""Sizes next to which what is not counted, numbers of rows and of pairs, is next to nothing."""
+
+
+def large(dtype: torch.dtype, tokens: int = 1024) -> tuple[Operands, Operands]:
+    """Tokens, weights."""
+    x, scores = torch.randn(tokens, LARGE.columns, dtype=dtype), torch.rand(tokens, LARGE.experts)
+    weight, chosen = scores.topk(LARGE.chosen)
+    up = torch.randn(LARGE.experts, LARGE.first, LARGE.columns, dtype=dtype)
+    down = torch.randn(LARGE.experts, LARGE.columns, LARGE.inner, dtype=dtype)
+    return {"x": x, "chosen": chosen, "weight": weight}, {"up": up, "down": down}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_forecast_of_what_is_kept_is_what_is_kept(dtype: torch.dtype) -> None:
+    rows, weights = leaves(large(dtype)[0]), leaves(large(dtype)[1])
+    out = run(rows, weights, False, "")
+    saved = {*out.grad_fn.saved_tensors} - {*weights.values()}  # type: ignore[union-attr]
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    foretold = LARGE.kept(1, dtype.itemsize) * rows["x"].shape[0]
+    assert sum(held.values()) == pytest.approx(foretold, rel=2e-3)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(64, torch.float32), (2048, torch.float32), (2048, torch.bfloat16)])
+def test_the_forecast_of_the_backward_is_what_it_takes(tokens: int, dtype: torch.dtype) -> None:
+    """Where gradients of weights are most of it, and where pairs are."""
+    foretold = LARGE.in_backward(Share(tokens, tokens, 1, item_bytes=dtype.itemsize))
+    assert backward_bytes(*map(leaves, large(dtype, tokens))) == pytest.approx(foretold, rel=0.05)
+
+
+def test_the_forecast_knows_weights_that_the_op_casts() -> None:
+    """Those that FSDP leaves alone, of the half of the experts that is here."""
+    rows, weights = leaves(large(torch.bfloat16, 64)[0]), leaves(large(torch.float32)[1])
+    both = replace(LARGE, experts=2 * LARGE.experts, parameters=2 * LARGE.parameters)
+    assert backward_bytes(rows, weights) == pytest.approx(both.in_backward(Share(64, 64, 2, experts=2)), rel=0.1)
+
+
+def backward_bytes(rows: Operands, weights: Operands) -> int:
+    out = run(rows, weights, False, "")
+    grad = torch.compile(torch.rand_like, backend="eager")(out)  # from then on callers hold what they give
+    return peak_bytes(lambda: out.backward(grad))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_the_forecast_of_rows_is_their_mean(n: int) -> None:
+    """Over all choices that a token may have: it goes to each rank that has some of them."""
+    for k in (1, 2, 3, 8):
+        chosen = list(itertools.combinations(range(8), k))
+        goes = sum(len({e // (8 // n) for e in each}) for each in chosen)
+        assert replace(LARGE, chosen=k).received(n) == pytest.approx(goes / len(chosen))

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from cp_rewrite.experts import gates
+from cp_rewrite.kernels import choices
+
+SLICE = 64
+"""Rows."""
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -39,7 +46,8 @@ def _given(run: Callable[[], Any]) -> list[int]:
 @contextmanager
 def _as_on_gpus() -> Generator[None]:
     """Without what gloo alone does: sums of shards are made in a copy of the whole, and threads that torch's profiler
-    does not see hold tensors for some time behind a call, so that it misses that they are freed."""
+    does not see hold tensors for some time behind a call, so that it misses that they are freed. And without what torch
+    makes between the rows that come into a kernel of GPUs and those that come out."""
     exchange = dist.all_to_all_single
 
     def released(received: Tensor, sent: Tensor, *args: Any, **options: Any) -> None:
@@ -55,5 +63,27 @@ def _as_on_gpus() -> Generator[None]:
         output.copy_(input.view(dist.get_world_size(group), *output.shape)[dist.get_rank(group)])
 
     scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    with mock.patch.object(dist, "all_to_all_single", released), mock.patch.object(dist, scatter, in_place):
+    with ExitStack() as patches:
+        for module, name, stand_in in (
+            (dist, "all_to_all_single", released),
+            (dist, scatter, in_place),
+            (gates, "_run", partial(_by_slices, gates._run, 2)),
+            (choices, "add_listed", partial(_by_slices, choices.add_listed, 1)),
+        ):
+            patches.enter_context(mock.patch.object(module, name, stand_in))
         yield
+
+
+def _by_slices(function: Callable[..., Any], whole: int, *given: Any) -> Any:
+    """Results of a function of rows, some at a time, so that what it makes between takes next to nothing, as in the one
+    kernel that runs on a GPU. The first `whole` of what it is given are no rows, or are read as a whole."""
+    rows = given[whole:]
+    parts = zip(*(x.split(SLICE) for x in rows), strict=True)
+    found: list[Tensor] = []
+    for i, part in enumerate(parts):
+        each = function(*given[:whole], *part)
+        each = [each] if isinstance(each, Tensor) else [*each]
+        found = found or [x.new_empty(rows[0].shape[0], *x.shape[1:]) for x in each]
+        for out, x in zip(found, each, strict=True):
+            out[i * SLICE : i * SLICE + x.shape[0]] = x
+    return found[0] if whole == 1 else found

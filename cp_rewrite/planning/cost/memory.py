@@ -5,9 +5,11 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
     weights, gradients, AdamW   16 bytes / F of a parameter (fp32), 4 / F of a frozen one
     gathered                    b bytes per parameter: a block and those that are asked for ahead of it, one unless the
                                 user says so, and what is in no block; all blocks up to it where none is dropped behind
-                                its forward. Of experts that n ranks share 1 / n, here as below
+                                its forward. Of experts that n ranks share 1 / n, here as below; none where n = F
     activations                 b R × the elements per token that the backward reads, of every layer; of a
-                                checkpointed layer those that enter it. And states at cuts of pieces, in fp32
+                                checkpointed layer those that enter it. And states at cuts of pieces, in fp32. In the
+                                place of what a layer of experts keeps by its own nodes, where ranks share it: rows that
+                                a rank gets and results of the first product (`ExpertLayer`)
     and the largest of
       the loss                  b R × logits per token, whose place their gradient takes; three times if returned: with
                                 them comes a gradient of zeros. With tiles those of a tile, twice. And the gradients
@@ -16,7 +18,7 @@ R local rows on a rank, weights sharded over F ranks, b bytes per element of an 
                                 and of what enters it; or of attention, with the keys of other ranks or their gradients
                                 on the way home. With tiles no more of its wide tensors than a tile holds. And b bytes
                                 per parameter for the layer's gradients, 4 for those of the layer behind it, which
-                                FSDP2 sums over ranks meanwhile
+                                FSDP2 sums over ranks meanwhile. In shared experts what `experts_backward` has at a time
       the end                   the gradients of what is in no block, in b bytes and in 4, and summed in 4 / F
 
 Without gradients of an earlier micro-batch, those of a layer come as its activations go.
@@ -37,12 +39,61 @@ NEWER_TORCH = "torch 2.13 or newer"
 
 
 @dataclass(frozen=True)
+class ExpertLayer:
+    """A layer of experts that ranks can share: sizes, and the bytes that the op `cp_rewrite::experts` keeps and takes
+    there with choices that are even over experts. Letters are the op's: M = k N (row, choice) pairs, R received rows.
+
+    Args:
+        experts: E. chosen: k, experts that a token has. columns: C, of a token's row. first: G, columns of the first
+            product. inner: F, of what the gate gives.
+        parameters: of all its experts. trained: of these, those that have gradients.
+        is_op: it runs the op where no ranks share, too: a `cp.Experts`.
+    """
+
+    experts: int
+    chosen: int
+    columns: int
+    first: int
+    inner: int
+    parameters: int
+    trained: int
+    is_op: bool = False
+
+    def received(self, n: int) -> float:
+        """Rows that one of n ranks gets for each of its own tokens: of each rank those tokens that have some of their
+        k choices among the E/n experts here."""
+        elsewhere = math.comb(self.experts - self.experts // n, self.chosen) / math.comb(self.experts, self.chosen)
+        return n * (1 - elsewhere)
+
+    def kept(self, n: int, item: int) -> float:
+        """Bytes per token that the forward keeps where n ranks share: rows (R, C) and results of the first product (M,
+        G); in int32 places of rows (N, n), (R,) and of pairs (M,), (R, k); weights of pairs in fp32; choices in int64
+        and their weights."""
+        rows, k = self.received(n), self.chosen
+        return item * (rows * self.columns + k * self.first) + 4 * (n + rows + k + rows * k) + (4 + 8 + 4) * k
+
+    def in_backward(self, share: Share) -> float:
+        """Bytes that the op's backward takes at its worst moment beside what was kept and what comes in. Its order is
+        that of `_Products.backward`."""
+        item, C, G, F = share.item_bytes, self.columns, self.first, self.inner
+        M, R = share.rows * self.chosen, share.rows * self.received(share.experts)
+        here = self.parameters / share.experts
+        down = here * F / (F + G)
+        wide = 4 if share.experts_whole and item < 4 else 0  # weights are fp32: cast in the op, as their gradients are
+        return max(
+            item * M * (C + 2 * F + G),  # dy, dweighed; weighed and dfirst, which the gate gives
+            item * (M * (C + F + G) + down),  # dy, weighed, dfirst; ddown
+            item * (M * (C + G) + here),  # dfirst; ddown, dup; x before, dx behind
+            item * (M + R) * C + (item + wide) * here,  # dx, its sums by row; ddown, dup, each in both dtypes
+        ) + (item * here if wide else 0)
+
+
+@dataclass(frozen=True)
 class Layer:
     """One layer of a model. Elements are counted per token.
 
     Args:
-        parameters: that are gathered together. trained: of these, those that have gradients. experts: of these, those
-            of experts that ranks can share.
+        parameters: that are gathered together. trained: of these, those that have gradients.
         enters: elements that come in. kept: elements that its backward reads, those among them.
         before_attention: of `kept`, those that are still there when attention's backward runs.
         widest: elements of its widest tensor. wide: of `kept`, those in tensors that tiles of rows would hold. grouped:
@@ -51,6 +102,8 @@ class Layer:
         states: bytes that its recurrences keep of each cut piece.
         work: multiplications of its matrix products, attention's left out.
         checkpointed: what it keeps is computed again in the backward.
+        experts: its layers of experts that ranks can share. kept_beside, widest_beside, wide_beside: the three without
+            the nodes of these.
     """
 
     parameters: int
@@ -66,7 +119,15 @@ class Layer:
     states: int = 0
     work: float = 0.0
     checkpointed: bool = False
-    experts: int = 0
+    experts: tuple[ExpertLayer, ...] = ()
+    kept_beside: float = 0.0
+    widest_beside: float = 0.0
+    wide_beside: float = 0.0
+
+    def beside_experts(self) -> Layer:
+        """The layer without what the nodes of its layers of experts keep."""
+        kept, widest, wide = self.kept_beside, self.widest_beside, self.wide_beside
+        return replace(self, kept=kept, widest=widest, wide=wide, grouped=0.0) if self.experts else self
 
 
 @dataclass(frozen=True)
@@ -78,8 +139,6 @@ class Needs:
         kept: elements per token that the backward reads outside of layers. logits: elements per token of the loss's
             logits, 0 where the model has none. returned: the model returns them beside its loss. whole_logits: no tile
             holds some rows of them. work: multiplications of matrix products outside of layers, per token.
-        experts: how many each layer with experts has, or what these numbers have as their greatest common divisor; 0:
-            there are none that ranks can share. chosen: experts that a token has.
     """
 
     layers: tuple[Layer, ...]
@@ -90,8 +149,16 @@ class Needs:
     returned: bool = False
     whole_logits: bool = False
     work: float = 0.0
-    experts: int = 0
-    chosen: int = 0
+
+    @property
+    def expert_layers(self) -> list[ExpertLayer]:
+        """Layers of experts that ranks can share."""
+        return [each for layer in self.layers for each in layer.experts]
+
+    @property
+    def experts(self) -> int:
+        """Experts of each of these, or the greatest common divisor of their numbers; 0: there are none."""
+        return math.gcd(*(each.experts for each in self.expert_layers))
 
     @property
     def flops(self) -> float:
@@ -139,10 +206,20 @@ class Share:
     resharded: bool = True
     prefetch: int = 1
 
-    def gathered(self, layer: Layer, count: int) -> int:
-        """The part of `count`, a layer's parameters or the trained ones, that a rank has while the layer runs."""
-        away = layer.experts - layer.experts // self.experts
-        return count - count * away // max(1, layer.parameters)
+    @property
+    def experts_whole(self) -> bool:
+        """All ranks share one set: FSDP leaves experts alone."""
+        return self.experts == self.ranks > 1
+
+    def gathered(self, layer: Layer, trained: bool = False) -> int:
+        """A layer's parameters, or the trained ones, that FSDP has whole on a rank while the layer runs."""
+        experts = sum(each.trained if trained else each.parameters for each in layer.experts)
+        here = 0 if self.experts_whole else experts // self.experts
+        return (layer.trained if trained else layer.parameters) - experts + here
+
+    def run_ops(self, layer: Layer) -> tuple[ExpertLayer, ...]:
+        """A layer's layers of experts that run as one op."""
+        return tuple(each for each in layer.experts if each.is_op or self.experts > 1)
 
     def tile_rows(self, widest: float) -> float:
         """Rows of a tile whose widest tensor has so many bytes a row."""
@@ -197,7 +274,7 @@ def predict(needs: Needs, share: Share) -> Memory:
     trained = needs.trained + sum(layer.trained for layer in needs.layers)
     here = 0 if "weights" in share.on_host else 4
     always = {"weights": here * needs.all_parameters // share.ranks, "optimizer": 2 * here * trained // share.ranks}
-    blocks = [share.gathered(layer, layer.parameters) for layer in needs.layers]
+    blocks = [share.gathered(layer) for layer in needs.layers]
     outside = share.item_bytes * needs.parameters
     ahead = share.prefetch if share.resharded else len(blocks)
     gathered = [outside + share.item_bytes * sum(blocks[max(0, i - ahead) : i + 1]) for i in range(len(blocks))]
@@ -214,10 +291,8 @@ def predict(needs: Needs, share: Share) -> Memory:
     gradients += _head(needs, share)  # whole until the backward ends
     behind = 0  # bytes of gradients that are being summed over ranks
     for i, layer in reversed([*enumerate(needs.layers)]):
-        trained_here = share.gathered(layer, layer.trained)
-        own = share.item_bytes * trained_here
-        moments.append(moment("layer", gathered[i], workspace=_in_layer(layer, share) + own + behind))
-        behind = 4 * trained_here
+        moments.append(moment("layer", gathered[i], workspace=_in_layer(layer, share) + behind))
+        behind = 4 * share.gathered(layer, trained=True)
         if i >= len(away):
             activations -= _kept(layer, share)
             activations += share.item_bytes * share.rows * layer.enters if away else 0
@@ -232,7 +307,13 @@ def _kept(layer: Layer, share: Share) -> float:
     """Bytes that a layer keeps until its backward."""
     if layer.checkpointed:
         return share.item_bytes * share.rows * layer.enters
-    return share.item_bytes * share.rows * layer.kept + share.cuts * layer.states
+    kept = (layer if share.experts == 1 else layer.beside_experts()).kept
+    return share.item_bytes * share.rows * kept + share.cuts * layer.states + _kept_by_ops(layer, share)
+
+
+def _kept_by_ops(layer: Layer, share: Share) -> float:
+    """Bytes that the layers of experts of a layer keep which run as one op."""
+    return share.rows * sum(each.kept(share.experts, share.item_bytes) for each in share.run_ops(layer))
 
 
 def _at_loss(needs: Needs, share: Share) -> float:
@@ -253,10 +334,16 @@ def _head(needs: Needs, share: Share) -> int:
 
 
 def _in_layer(layer: Layer, share: Share) -> int:
-    """Bytes that a layer's backward takes beside what was kept for it."""
-    item, rows = share.item_bytes, share.rows
+    """Bytes that a layer's backward takes beside what was kept for it, with the gradients of its weights."""
+    item, rows, ops, by_ops = share.item_bytes, share.rows, share.run_ops(layer), _kept_by_ops(layer, share)
+    own = item * share.gathered(layer, trained=True)
+    own += sum(4 * each.trained // share.ranks for each in layer.experts if share.experts_whole)
+    layer = layer if share.experts == 1 else layer.beside_experts()
     again = layer.kept - layer.enters if layer.checkpointed else 0.0
     states = share.cuts * layer.states if layer.checkpointed else 0
+    in_op = item * rows * (again + layer.enters) + max((each.in_backward(share) for each in ops), default=0.0)
+    in_op += by_ops if layer.checkpointed else 0.0
+    own -= 0.0 if layer.checkpointed else by_ops  # which is gone behind the op
     gone = layer.kept - layer.before_attention
     # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32. Behind that
     # gradients of keys on their way home, sorted by rank in fp32, and their sums.
@@ -264,12 +351,13 @@ def _in_layer(layer: Layer, share: Share) -> int:
     behind = rows * item * layer.queries + (share.expanded * item + rows * 2 * 4) * layer.keys
     attention = max(inside, behind) + item * rows * (again - gone)
     if share.tile is None or not layer.checkpointed or not layer.wide:
-        return states + round(max(item * rows * (again + 2 * layer.widest + layer.enters), attention))
+        around = max(item * rows * (again + 2 * layer.widest + layer.enters), attention)
+        return states + round(max(around + own, in_op))
     tile = share.tile_rows(item * layer.widest)
-    sums = 4 * share.gathered(layer, layer.parameters)  # of gradients, in fp32
+    sums = 4 * share.gathered(layer)  # of gradients, in fp32
     tiled = item * tile * (layer.wide + 2 * layer.widest) + sums
     outside = item * rows * (again - layer.wide + 2 * max(layer.enters, layer.grouped))
-    return states + round(max(outside + tiled, attention))
+    return states + round(max(max(outside + tiled, attention) + own, in_op))
 
 
 class Way(NamedTuple):
