@@ -77,14 +77,52 @@ def shard_weights(
         module.set_gradient_divide_factor(divide_by)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         _sharded.add(module)
-    model.register_forward_hook(functools.partial(_drop_if_no_backward, [model, *blocks]), always_call=True)
+    between = _BetweenCalls(model, blocks)
+    model.register_forward_pre_hook(between.before, prepend=True)
+    model.register_forward_hook(between.behind, always_call=True)
     return model
 
 
-def _drop_if_no_backward(sharded: Sequence[nn.Module], *_: Any) -> None:
-    """Behind a call of a model: one with autograd off has no backward, which would drop what is whole."""
-    if not torch.is_grad_enabled():
-        drop_whole_weights(sharded)
+class _BetweenCalls:
+    """The weights of a model that FSDP shards, where a call begins and ends.
+
+    before a first call in inference mode    all are gathered once outside of it: FSDP keeps the tensors of its first
+                                             gather, and could not write to those of inference mode in a training step
+    behind a call with autograd off          they are dropped: no backward follows, which would do that
+    behind another                           what is whole must not be written to: shards never have it
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self._sharded: list[Any] = [model, *blocks]
+        self._gathered = False
+        self._places = [(m._parameters, name, f"{of}.{name}" if of else name)
+                        for of, m in model.named_modules() for name in m._parameters]  # fmt: skip
+        self._whole: list[tuple[str, Tensor, int]] = []
+        """Names, weights that the last call left whole, and torch's count of writes to each."""
+
+    def before(self, *_: Any) -> None:
+        """Raise a RuntimeError where a weight was written to while it was whole."""
+        written = next((name for name, weight, count in self._whole if weight._version != count), None)
+        self._whole.clear()
+        if written is not None:
+            raise RuntimeError(
+                f"cp_rewrite: {written} was written to between a call of the model and its backward, where FSDP has it "
+                "whole, and is lost: write to weights behind the backward, or behind model.reshard() where none comes, "
+                "or call the model under torch.no_grad()"
+            )
+        if torch.is_inference_mode_enabled() and not self._gathered:
+            self._gathered = True
+            with torch.inference_mode(False), torch.no_grad():
+                for module in self._sharded:
+                    module.unshard()
+                    module.reshard()
+
+    def behind(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            drop_whole_weights(self._sharded)
+            return
+        held = ((name, own.get(key)) for own, key, name in self._places)
+        self._whole = [(name, p, p._version) for name, p in held if p is not None and not isinstance(p, DTensor)]
 
 
 def drop_whole_weights(sharded: Iterable[nn.Module] = _sharded) -> None:
@@ -210,14 +248,16 @@ class SegmentBackend(Backend):
     def _weight(self, node: fx.Node) -> Input | None:
         """A weight of the model: it is whole between the forward and the backward, where it is in no block. A call with
         autograd off leaves a copy."""
-        if not isinstance(value_of(node), nn.Parameter):
+        value = value_of(node)
+        if not isinstance(value, nn.Parameter):
             return None
         (module, name), _ = self._owner(node)
+        device, dtype = value.device, value.dtype
 
         def of_call(_: Sequence[Any]) -> Read:
             call, held = self.calls, _held(module, name)
-            if not torch.is_grad_enabled() and not isinstance(held, DTensor):
-                copied = held.detach().clone()
+            if not torch.is_grad_enabled():
+                copied = held.full_tensor().to(device, dtype) if isinstance(held, DTensor) else held.detach().clone()
                 return lambda: copied
             as_it_was = None if isinstance(held, DTensor) else as_given(held)
 

@@ -153,6 +153,58 @@ def test_evaluations_see_weights_that_were_written_by_hand(pair: Pool, whole: bo
         assert found == pytest.approx(expected, rel=LIMIT)
 
 
+def written_while_whole(mesh: DeviceMesh) -> tuple[str, Tensor]:
+    """The error of a call behind a write to weights that the call before left whole; the first behind the next call."""
+    sharding, plain = annotate(mesh), build_model("tiny")
+    model: Any = cp.parallelize(plain, mesh, sharding)
+
+    def call() -> None:
+        with sharding.shard(make_batch([[5, 6]]), shift_labels=True) as local:
+            model(**local)
+
+    call()
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.mul_(0.5)
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        call()
+    return str(raised.value), whole(dict(plain.named_parameters()))["embed.weight"]
+
+
+def test_writes_that_shards_never_have_are_errors(pair: Pool) -> None:
+    for error, weight in pair.run(2, written_while_whole):
+        assert "embed.weight was written to between a call of the model and its backward" in error
+        assert weight.equal(build_model("tiny").embed.weight)  # type: ignore[union-attr, arg-type]
+
+
+def trained_after_inference(mesh: DeviceMesh | None, options: dict[str, Any]) -> Steps:
+    """Steps of a model whose first call, in a batch's block, and whose first outside of one are in inference mode."""
+    sharding, plain = None if mesh is None else annotate(mesh), build_model("llama")
+    model: Any = plain if mesh is None or sharding is None else cp.parallelize(plain, mesh, sharding, **options)
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        if sharding is None:
+            return model(**batch).loss
+        with sharding.shard({**batch, "num_items_in_batch": targets([batch])}, shift_labels=True) as local:
+            return model(**local).loss
+
+    with torch.inference_mode():
+        before = [loss_of(make_batch(ROWS[0])).item(), plain(**make_batch([[5, 6]])).loss.item()]
+    losses, weights = train(plain, loss_of)
+    return before + losses, weights
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefetch": 1}, pytest.param({"reshard_after_forward": False}, marks=pytest.mark.slow)]
+)
+def test_a_model_trains_after_inference(pair: Pool, options: dict[str, Any]) -> None:
+    """FSDP keeps what it gathers a weight into first."""
+    expected = trained_after_inference(None, {})
+    for found in pair.run(2, trained_after_inference, options):
+        assert_equal(expected, found)
+
+
 def sums_in_half(mesh: DeviceMesh) -> tuple[Steps, set[torch.dtype]]:
     """Steps with gradients that are summed in bf16, and the dtypes of gradients."""
     sharding, dtypes = annotate(mesh), set[torch.dtype]()

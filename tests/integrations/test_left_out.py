@@ -128,10 +128,13 @@ def read_logits(mesh: DeviceMesh, door: str) -> dict[str, Any]:
     return found
 
 
-def evaluated_logits(mesh: DeviceMesh, autograd_off: Callable[[], Any]) -> list[float]:
-    """Largest errors of logits of a model that is evaluated alone, read in a batch's block, for several lengths."""
-    sharding, plain, alone = annotate(mesh), with_large_head("llama"), with_large_head("llama")
-    model, errors = cp.parallelize(plain, mesh, sharding).eval(), list[float]()
+def evaluated_logits(mesh: DeviceMesh, autograd_off: Callable[[], Any], head_apart: bool) -> list[float]:
+    """Largest errors of logits of a model that is evaluated alone, read in a batch's block, for several lengths.
+    head_apart: the head is a block, whose weights are dropped behind it."""
+    sharding, alone = annotate(mesh), with_large_head("llama")
+    plain: Any = with_large_head("llama")
+    blocks = [*plain.model.layers, plain.lm_head] if head_apart else None
+    model, errors = cp.parallelize(plain, mesh, sharding, blocks=blocks).eval(), list[float]()
     for rows in ([[40, 1, 30, 57]], [[20, 9]], [[40, 1, 30, 57]]):
         with autograd_off(), sharding.shard(batch_of(rows), shift_labels=True) as local:
             out = model(**local)
@@ -141,10 +144,12 @@ def evaluated_logits(mesh: DeviceMesh, autograd_off: Callable[[], Any]) -> list[
     return errors
 
 
-@pytest.mark.parametrize("autograd_off", [torch.no_grad, torch.inference_mode])
-def test_logits_of_an_evaluation_are_read_under_fsdp(pair: Pool, autograd_off: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("autograd_off", "head_apart"), [(torch.no_grad, True), (torch.inference_mode, False)])
+def test_logits_of_an_evaluation_are_read_under_fsdp(
+    pair: Pool, autograd_off: Callable[[], Any], head_apart: bool
+) -> None:
     """Its weights are shards again when the call ends, since no backward follows."""
-    assert all(error < 1e-4 for found in pair.run(2, evaluated_logits, autograd_off) for error in found)
+    assert all(error < 1e-4 for found in pair.run(2, evaluated_logits, autograd_off, head_apart) for error in found)
 
 
 def stand_in(trained: bool = True) -> StandIn:
