@@ -1,13 +1,15 @@
-"""Recurrent states on the pieces of ranks: delta rules and SSD, beside one GPU and fla's own context parallelism.
+"""Recurrent states on the pieces of ranks: delta rules, SSD and selective scans, beside one GPU and fla's own context
+parallelism.
 
     torchrun --nproc-per-node 2 examples/bench/states.py [--kinds gated_delta_rule,ssd] [--heads 32,64] [--tokens 32768]
     torchrun --nproc-per-node 2 examples/bench/states.py --group     a group of layers of Qwen3-Next
     torchrun --nproc-per-node 2 examples/bench/states.py --tiny      on CPUs, by the reference: that it runs
 
-Forward and backward of the states of one layer, K = V = 128 (SSD: heads of 64, states of 128), bf16. Ideal: all tokens
-on one GPU, divided by the ranks. `balanced` is the layout that attention has. fla's CP needs contiguous slices of the
-row, for which layers of attention have to change the layout and change it back: `converted` exchanges hidden states
-four times, in and out, forward and backward. Each is called in turns with one GPU; medians, of the slowest rank.
+Forward and backward of the states of one layer, K = V = 128 (SSD: heads of 64, states of 128; selective scans: 128
+channels in the place of a head, 16 numbers for each), bf16. Ideal: all tokens on one GPU, divided by the ranks.
+`balanced` is the layout that attention has. fla's CP needs contiguous slices of the row, for which layers of attention
+have to change the layout and change it back: `converted` exchanges hidden states four times, in and out, forward and
+backward. Each is called in turns with one GPU; medians, of the slowest rank.
 
 fla refuses one of its kernels on Hopper with Triton 3.4 to 3.7.0, whose gradients are wrong there. Its CP is timed with
 it all the same: in time nothing is wrong.
@@ -38,7 +40,7 @@ from cp_rewrite.planning.plan_input import STATES, States
 from cp_rewrite.planning.states import state_tables
 
 ops: Any = torch.ops.cp_rewrite
-KINDS = ("gated_delta_rule", "kimi_delta", "ssd")
+KINDS = ("gated_delta_rule", "kimi_delta", "ssd", "selective_scan")
 assert pieces
 
 
@@ -58,17 +60,22 @@ class Problem:
             half = [normal(heads, dim // 2), normal(8, dim), normal(8, dim)]
             x, write, look = (t.to(dtype) for t in half)
             self.inputs = [x, 0.2 * F.softplus(normal(heads)), rate, write, look]
+        elif kind == "selective_scan":
+            rate = -torch.arange(1.0, 17, device=device).repeat(heads * dim, 1)
+            rows = normal(heads * dim), 0.02 * F.softplus(normal(heads * dim)), normal(16), normal(16)
+            x, dt, write, look = (t.to(dtype) for t in rows)
+            self.inputs = [x, dt, rate, write, look]
         else:
             decay = -0.1 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
             q, k, v = (normal(heads, dim).to(dtype) for _ in range(3))
             self.inputs = [q, k, v, decay, normal(heads).sigmoid().to(dtype)]
         self.dout = torch.randn_like(self.inputs[0])
-        self.how: tuple[Any, ...] = () if kind == "ssd" else (dim**-0.5, True)
+        self.how: tuple[Any, ...] = () if kind in ("ssd", "selective_scan") else (dim**-0.5, True)
         self.offsets = torch.tensor([0, *accumulate(pack.lengths)], dtype=torch.int32, device=device)
 
     def step(self, run: Callable[[Sequence[Tensor]], Tensor], rows: Any = slice(None)) -> Callable[[], list[Tensor]]:
         """Forward and backward on some rows: gives the gradients."""
-        leaves = [(x if x.ndim < 2 else x[:, rows].contiguous()).clone().requires_grad_() for x in self.inputs]
+        leaves = [(x if x.ndim < 3 else x[:, rows].contiguous()).clone().requires_grad_() for x in self.inputs]
         dout = self.dout[:, rows].contiguous()
 
         def both() -> list[Tensor]:
@@ -137,7 +144,7 @@ def measure(problem: Problem, group: dist.ProcessGroup, repeats: int) -> None:
     """Prints the lines of a table."""
     alone, ranks = problem.one_gpu(), dist.get_world_size()
     ways = {layout: partial(problem.on_pieces, layout, group) for layout in ("balanced", "contiguous", "dual_chunk")}
-    if problem.kind != "ssd" and importlib.util.find_spec("fla") and problem.device == "cuda":
+    if problem.how and importlib.util.find_spec("fla") and problem.device == "cuda":
         ways["fla's CP"] = partial(problem.by_fla, group)
         ways["fla's CP, converted"] = partial(problem.converted, group)
     for name, made in ways.items():

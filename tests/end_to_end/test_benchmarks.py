@@ -101,6 +101,12 @@ def test_host_time_says_from_where_on_the_host_is_no_limit(tmp_path: Path) -> No
     assert re.match(r"the host is (not )?the limit (up to|from) ", last)
 
 
+@pytest.mark.slow
+def test_selective_scans_are_timed(tmp_path: Path) -> None:
+    _, *rows = run_line("python examples/bench/selective.py --tiny", tmp_path).splitlines()
+    assert [row.split(" | ")[0] for row in rows] == ["| one document, 96", "| 4 documents, 96"]
+
+
 def test_tokens_from_which_on_the_host_is_no_limit() -> None:
     enough = bench("host_time").enough_tokens
     assert enough([(2048, 1.0, 0.5), (4096, 1.0, 1.5)]).endswith("from about 3,072 tokens a GPU on")

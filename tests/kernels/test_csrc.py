@@ -19,6 +19,11 @@ pytest.importorskip("cuda.bindings")
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 DTYPES = ("DTYPE_BF16", "DTYPE_FP16", "DTYPE_FP32")
+_SCANS: list[cuda.Macros] = [
+    *(((dtype, "1"), ("STATES", "16"), ("BLOCK", "128")) for dtype in DTYPES),
+    ((DTYPES[0], "1"), ("STATES", "4"), ("BLOCK", "128"), ("DT_FP32", "1")),
+    ((DTYPES[0], "1"), ("STATES", "64"), ("BLOCK", "64")),
+]
 VARIANTS: dict[str, list[cuda.Macros]] = {
     "gather_rows.cu": [(("ACCESS", str(n)),) for n in (2, 4, 8, 16)],
     "sum_rows.cu": [*(((dtype, "1"),) for dtype in DTYPES), ((DTYPES[0], "1"), ("ACCESS", "2"))],
@@ -37,6 +42,10 @@ VARIANTS: dict[str, list[cuda.Macros]] = {
         for mxint15 in ((), cuda.MXINT15)
         for dtype in DTYPES[: 2 if mxint15 else 3]
     ],
+    "selective_pass.cu": [*_SCANS, (*_SCANS[0], ("BACK", "1"))],
+    "selective_ends.cu": [*_SCANS, (*_SCANS[0], ("BACK", "1"))],
+    "selective_out.cu": _SCANS,
+    "selective_back.cu": _SCANS,
     "round_sums.cu": [
         ((dtype, "1"), *cuda.MXINT15, *pairs, *out)
         for dtype in DTYPES[:2]

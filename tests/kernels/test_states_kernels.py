@@ -24,7 +24,7 @@ from cp_rewrite.planning.states import state_tables
 from tests.ops.test_states_pieces import Ranks
 
 ops: Any = torch.ops.cp_rewrite
-HOPPER = DeviceFacts((9, 0), frozenset({"fla.ops.cp", "flash_qla"}))
+HOPPER = DeviceFacts((9, 0), frozenset({"fla.ops.cp", "flash_qla", "cuda.core"}))
 HALF = torch.bfloat16
 KIND = {name: kind for kind, names in select.CLASSES.items() for name in names}
 NAMES = list(KIND)
@@ -32,7 +32,7 @@ NAMES = list(KIND)
 
 def test_kernels_say_every_reason_why_they_cannot_run() -> None:
     for name in NAMES:
-        assert not select.reasons(name, HALF, 128, 128, HOPPER)
+        assert not select.reasons(name, HALF, *((16, 8192) if name == select.OURS else (128, 128)), HOPPER)
     found = "; ".join(select.reasons("delta.Kimi", torch.float32, 512, 128, DeviceFacts(None)))
     for part in ("got float32", "got 512", "CUDA GPU", "fla-core"):
         assert part in found
@@ -40,6 +40,12 @@ def test_kernels_say_every_reason_why_they_cannot_run() -> None:
     assert found == (
         "head dims of 128 only, got 128 and 64; needs Hopper, this GPU has compute capability 10.0; "
         "flash_qla is not installed (pip install flash-qla)"
+    )
+    found = "; ".join(select.reasons(select.OURS, torch.float64, 65, 8192, DeviceFacts((7, 5))))
+    assert found == (
+        "bfloat16, float16 and float32 only, got float64; at most 64 numbers of a state for each channel, got 65; "
+        "needs a CUDA GPU of compute capability 8.0 or newer; "
+        "cuda.core is not installed (pip install 'cp_rewrite[cuda]')"
     )
 
 
@@ -49,6 +55,18 @@ def test_fused_kernels_are_for_many_long_runs(monkeypatch: pytest.MonkeyPatch) -
     assert select.kernels_for("gated_delta_rule", inputs, 4) == ["fused.Fused", "delta.Delta"]
     assert select.kernels_for("gated_delta_rule", inputs, 5) == ["delta.Delta"]
     assert select.kernels_for("gated_delta_rule", inputs, 3) == ["delta.Delta"]
+
+
+def test_selective_scans_take_kernels_without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "device_facts", lambda *_: DeviceFacts((8, 0), frozenset({"cuda.core"})))
+    for numbers, dtype, found in ((16, HALF, [select.OURS]), (64, torch.float32, [select.OURS]), (65, HALF, [])):
+        inputs = [torch.zeros(1, 9, width, dtype=dtype) for width in (70, 70, 70, numbers, numbers)]
+        assert select.kernels_for("selective_scan", inputs, 1) == found
+    assert not select.kernels_for("ssd", [torch.zeros(1, 9, 8, 16, dtype=HALF)] * 5, 1)
+
+
+def test_on_a_cpu_the_reference_runs() -> None:
+    inputs = [torch.zeros(1, 9, width, dtype=HALF) for width in (70, 70, 70, 16, 16)]
     assert not select.kernels_for("selective_scan", inputs, 1)
 
 
@@ -62,6 +80,10 @@ def draw(kind: str, rows: int, tokens: int, heads: int, dim: int) -> list[Tensor
         rate = -torch.linspace(0.5, 4.0, heads, device="cuda")
         found = [normal(heads, 64), 0.2 * F.softplus(normal(heads)), rate, normal(2, dim), normal(2, dim)]
         return [found[0].to(HALF), found[1], rate, *(x.to(HALF) for x in found[3:])]
+    if kind == "selective_scan":
+        x, dt, write, look = normal(130), 0.2 * F.softplus(normal(130)), normal(16), normal(16)
+        rate = -torch.randn(130, 16, generator=generator, device="cuda").exp()
+        return [x.to(HALF), dt, rate, write.to(HALF), look.to(HALF)]
     shared = heads // 2 if kind == "gated_delta_rule" else heads
     decay = -0.01 * F.softplus(normal(heads, *([dim] if kind == "kimi_delta" else [])))
     if kind == "kimi_delta":  # one channel forgets all at once
@@ -81,7 +103,7 @@ def poisoned(rows: Sequence[Documents], inputs: Sequence[Tensor]) -> list[Tensor
 
 
 def options_of(kind: str, dim: int) -> tuple[float, bool] | tuple[()]:
-    return () if kind == "ssd" else (dim**-0.5, True)
+    return () if kind in ("ssd", "selective_scan") else (dim**-0.5, True)
 
 
 def differentiated(run: Any, inputs: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
@@ -115,7 +137,7 @@ def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], do
         with turn, torch.device("cuda"):
             place = torch.from_numpy(plan.filled_indices(rank)).cuda()
             row = torch.arange(len(plan.rows))[:, None]
-            local = [x if x.ndim < 2 else x[row, place] for x in (*inputs, dout)]
+            local = [x if x.ndim < 3 else x[row, place] for x in (*inputs, dout)]
             arrays = state_tables(plan, read, rank)
             tables = [torch.from_numpy(arrays[x.name]) for x in STATES]
             tables = [t if x.on_host else t.cuda() for t, x in zip(tables, STATES, strict=True)]
@@ -135,7 +157,7 @@ def on_pieces(kind: str, plan: BatchPlan, read: States, inputs: list[Tensor], do
         row, at = (torch.from_numpy(x).cuda() for x in np.nonzero(held >= 0))
         token = torch.from_numpy(held[held >= 0]).cuda()
         for whole, part in zip(total, results, strict=True):
-            if part.ndim < 2:
+            if part.ndim < 3:
                 whole += part
             else:
                 whole[row, token] += part[row, at]
@@ -148,7 +170,7 @@ def one_rank(kind: str, rows: list[Documents], inputs: list[Tensor], dout: Tenso
     place, row = torch.from_numpy(plan.filled_indices(0)).cuda(), torch.arange(len(rows), device="cuda")[:, None]
     arrays, op, how = state_tables(plan, States(True), 0), getattr(ops, f"{kind}_on_pieces"), options_of(kind, dim)
     tables = [torch.from_numpy(arrays[x.name]).to("cpu" if x.on_host else "cuda") for x in STATES]
-    *local, dout = (x if x.ndim < 2 else x[row, place] for x in (*inputs, dout))
+    *local, dout = (x if x.ndim < 3 else x[row, place] for x in (*inputs, dout))
     return differentiated(lambda x: op(*x, tables, *how, "")[0], local, dout)
 
 
@@ -161,7 +183,7 @@ def one_rank(kind: str, rows: list[Documents], inputs: list[Tensor], dout: Tenso
 def test_kernels_give_what_the_reference_gives(
     name: str, layout: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = "flash_qla" if name.startswith("fused") else "fla"
+    library = {"fused": "flash_qla", "selective": "cuda"}.get(name.partition(".")[0], "fla")
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}")
     kind = KIND[name]
@@ -174,7 +196,8 @@ def test_kernels_give_what_the_reference_gives(
     dout = (whole / whole.std() + torch.randn_like(whole)).to(HALF)
     for read in (States(True), States(False, True)):
         plan = plan_batch(rows, 3, layout)
-        assert trial.right_kernels(kind, inputs, 1, Options() if kind == "ssd" else Options(dim**-0.5, True)) == name
+        how = Options(dim**-0.5, True) if options_of(kind, dim) else Options()
+        assert trial.right_kernels(kind, inputs, 1, how) == name
         *given, of_out = poisoned(rows, [*inputs, dout])
         found = on_pieces(kind, plan, read, given, of_out, dim)
         # The reference, in fp32, on the same numbers.

@@ -194,10 +194,8 @@ def test_padding_goes_through_the_state_where_nothing_keeps_it_apart(
     compare(monkeypatch, kind, plan_batch([padded], 2, "head_tail"), States(True))
 
 
-@drawn(60, 12)
-@given(data=st.data())
-def test_any_order_of_any_pieces(data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.sampled_from([0, 1, 2, 7, 13, 64, 67, 131]), min_size=1, max_size=5))
+def any_plan(data: st.DataObject, lengths: list[int]) -> BatchPlan:
+    """A row of documents of these lengths, and perhaps padding, in any pieces in any order on one to four ranks."""
     total = sum(lengths) + data.draw(st.integers(0, 5)) or 1
     ranks = data.draw(st.integers(1, 4))
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=9))})
@@ -210,7 +208,14 @@ def test_any_order_of_any_pieces(data: st.DataObject) -> None:
         else:
             mine.append((cuts[i], cuts[i + 1]))
     intervals = tuple(np.array(part, dtype=np.int64).reshape(-1, 2) for part in parts)
-    plan = BatchPlan((Documents.from_lengths(lengths, total),), (TokenOrder(total, intervals, 3),), ranks)
+    return BatchPlan((Documents.from_lengths(lengths, total),), (TokenOrder(total, intervals, 3),), ranks)
+
+
+@drawn(60, 12)
+@given(data=st.data())
+def test_any_order_of_any_pieces(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.sampled_from([0, 1, 2, 7, 13, 64, 67, 131]), min_size=1, max_size=5))
+    plan = any_plan(data, lengths)
     read = States(data.draw(st.booleans()), True)
     if sum(lengths):
         kind = data.draw(st.sampled_from(KINDS))

@@ -24,7 +24,10 @@ from tests.helpers.recurrences import inputs_of
 from tests.ops.test_states_pieces import tables_of
 
 ops: Any = torch.ops.cp_rewrite
-VERSIONS = {"fla-core": "0.6.0", "flash-qla": "0.1.3", "tilelang": "0.1.15"}
+VERSIONS = {
+    "fla-core": "0.6.0", "flash-qla": "0.1.3", "tilelang": "0.1.15", "cuda-core": "1.2.0",
+    "nvidia-cuda-nvrtc": "13.0.88",
+}  # fmt: skip
 
 
 class Kernels:

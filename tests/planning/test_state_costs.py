@@ -29,6 +29,14 @@ def test_one_document_on_two_gpus_takes_what_was_measured(layout: str, milliseco
     assert seconds == pytest.approx(1e-3 * milliseconds, rel=0.05)
 
 
+@pytest.mark.parametrize(("lengths", "milliseconds"), [((32768,), 7.23), ((11, 700, 32057), 7.01)])
+def test_a_selective_scan_on_two_gpus_takes_what_was_measured(lengths: tuple[int, ...], milliseconds: float) -> None:
+    layers = cp.StateLayers("selective_scan", heads=8192, keys=16, values=1, per_attention=1)
+    order = cp.plan(list(lengths), 2).order
+    seconds = layers.seconds(cp.Documents.from_lengths(lengths), order, DEVICES["h200"], 2)
+    assert seconds == pytest.approx(1e-3 * milliseconds, rel=0.05)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize(("ranks", "node"), [(1, 1), (3, 3), (6, 2), (6, 1)])

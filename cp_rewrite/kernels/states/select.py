@@ -1,5 +1,5 @@
-"""The choice of kernels for a recurrence: those of FlashQLA and of fla (flash-linear-attention), in half precision on
-GPUs.
+"""The choice of kernels for a recurrence on GPUs: those of FlashQLA and of fla (flash-linear-attention), in half
+precision, and for selective scans ours.
 
     Verdict, verdict_of    which of them gave what the reference gives
     Runs                   packed sequences as they take them: all rows, run after run, see `planning/states.py`
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_rewrite.kernels.cuda import DTYPES
 from cp_rewrite.kernels.select import DeviceFacts, device_facts
 
 from .settings import tune_among_best
@@ -83,11 +84,13 @@ def _folder(facts: tuple[object, ...]) -> Path | None:
 
 
 def _versions() -> list[object]:
-    sources = [*_ROOT.glob("kernels/states/*.py"), *_ROOT.glob("ops/states/*.py")]
+    places = "kernels/states/*.py", "ops/states/*.py", "csrc/*.cuh", "csrc/selective_*.cu"
+    sources = [file for place in places for file in _ROOT.glob(place)]
     ours = hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(sources))).hexdigest()
     settings = sorted(item for item in os.environ.items() if item[0].startswith(_COMPILER))
     triton = import_module("triton").__version__
-    libraries = [_version(name) for name in ("fla-core", "flash-qla", "tilelang")]
+    names = "fla-core", "flash-qla", "tilelang", "cuda-core", "nvidia-cuda-nvrtc"
+    libraries = [_version(name) for name in names]
     return [torch.__version__, triton, *libraries, ours, settings]
 
 
@@ -198,9 +201,14 @@ class Runs:
         return x
 
 
-_LIBRARIES = ("fla.ops.cp", "flash_qla")
+_LIBRARIES = ("fla.ops.cp", "flash_qla", "cuda.core")
 _FUSED = "fused.Fused"
-CLASSES = {"gated_delta_rule": (_FUSED, "delta.Delta"), "kimi_delta": ("delta.Kimi",), "ssd": ("ssd.Ssd",)}
+OURS = "selective.Selective"
+"""Of these classes the one whose kernels stand in `csrc/`: nothing tunes them, and NVRTC compiles them in seconds."""
+CLASSES = {
+    "gated_delta_rule": (_FUSED, "delta.Delta"), "kimi_delta": ("delta.Kimi",), "ssd": ("ssd.Ssd",),
+    "selective_scan": (OURS,),
+}  # fmt: skip
 """Recurrence that has kernels -> the classes of this package that call them, best first."""
 SOLVED = {"gated_delta_rule": 1, "kimi_delta": 2}
 """How many tensors (B, T_l, H, 64) the forward of such a class solves and the backward reads, of those with any."""
@@ -226,7 +234,7 @@ def kernels_for(kind: str, inputs: Sequence[Tensor], runs: int) -> list[str]:
 
 
 def _able(kind: str, inputs: Sequence[Tensor], there: DeviceFacts | None = None) -> list[str]:
-    channels, values = (3, 0) if kind == "ssd" else (1, 2)
+    channels, values = (3, 0) if kind in ("ssd", "selective_scan") else (1, 2)
     dims = inputs[channels].shape[-1], inputs[values].shape[-1]
     facts = device_facts(inputs[0].device, _LIBRARIES) if there is None else there
     dtype = inputs[0].dtype if there is None else torch.bfloat16
@@ -236,6 +244,14 @@ def _able(kind: str, inputs: Sequence[Tensor], there: DeviceFacts | None = None)
 def reasons(name: str, dtype: torch.dtype, channels: int, values: int, facts: DeviceFacts) -> list[str]:
     """Every reason why a class of `CLASSES` can't run; empty: it can. channels, values: the dims of a state."""
     found: list[str] = []
+    if name == OURS:
+        if dtype not in DTYPES:
+            found.append(f"bfloat16, float16 and float32 only, got {str(dtype).removeprefix('torch.')}")
+        if channels > 64:
+            found.append(f"at most 64 numbers of a state for each channel, got {channels}")
+        if facts.major < 8:
+            found.append("needs a CUDA GPU of compute capability 8.0 or newer")
+        return found + facts.missing("cuda.core", "pip install 'cp_rewrite[cuda]'")
     if dtype not in (torch.bfloat16, torch.float16):
         found.append(f"bfloat16 and float16 only, got {str(dtype).removeprefix('torch.')}")
     found += facts.missing("fla.ops.cp", "pip install fla-core")
@@ -255,6 +271,6 @@ def load(name: str) -> Any:
     """A class of `CLASSES`, imported when asked for, with its libraries."""
     module, _, of_it = name.partition(".")
     found = getattr(importlib.import_module(f"cp_rewrite.kernels.states.{module}"), of_it)
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+    if name != OURS and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         tune_among_best()
     return found

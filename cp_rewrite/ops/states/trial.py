@@ -1,5 +1,5 @@
 """Kernels are tried on a few tokens before they are trusted: once on a machine for each shape, beside the reference in
-fp32. What can't be compiled, or is wrong, gives way to the next kernels of its recurrence, and these to the reference.
+fp64. What can't be compiled, or is wrong, gives way to the next kernels of its recurrence, and these to the reference.
 
 Compilers of kernels have given wrong gradients without an error (Triton 3.4 to 3.7.0 on Hopper). Ranks that run
 different kernels, or the reference, exchange the same summaries.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_rewrite.documents import Documents
-from cp_rewrite.kernels.states.select import kernels_for, verdict_of
+from cp_rewrite.kernels.states.select import OURS, kernels_for, verdict_of
 from cp_rewrite.kernels.states.side_by_side import compile_side_by_side
 from cp_rewrite.planning.batch_plan import BatchPlan
 from cp_rewrite.planning.layouts.token_order import TokenOrder
@@ -35,6 +35,8 @@ _ops: Any = torch.ops.cp_rewrite
 _LIMIT = 3e-2
 """Relative norm of a difference in half precision; what is wrong differs by more than a tenth."""
 _ROWS = 300
+_CHANNELS = {"selective_scan": 520}
+"""Channels that are tried at most: of more, other blocks do the same, and the reference's gradients take GB."""
 _TUNED_ROWS = 2048
 """Tokens on which Triton tunes: what it chooses then holds for rows of any length."""
 
@@ -42,7 +44,8 @@ _TUNED_ROWS = 2048
 def right_kernels(kind: str, inputs: Sequence[Tensor], runs: int, how: Options) -> str | None:
     """The first kernels here for a recurrence of such inputs, in so many sequences, that give what the reference gives.
     None: there are none."""
-    shapes = tuple(tuple(x.shape[x.ndim > 2 and 2 :]) for x in inputs)
+    most = _CHANNELS.get(kind, sys.maxsize)
+    shapes = tuple(tuple(min(size, most) for size in x.shape[x.ndim > 2 and 2 :]) for x in inputs)
     for kernels in kernels_for(kind, inputs, runs):
         if _agree(kernels, kind, how, tuple(x.dtype for x in inputs), shapes, inputs[0].device):
             return kernels
@@ -58,20 +61,22 @@ def _agree(
     with verdict_of(kernels, kind, how, dtypes, shapes, gpu) as known:
         if known.right:
             return True
-        print(
-            f"cp_rewrite: kernels of {kind} ({kernels}) are tuned and tried on this {gpu}, once for each shape; "
-            "compiling them takes a minute or more",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        if kernels != OURS:
+            print(
+                f"cp_rewrite: kernels of {kind} ({kernels}) are tuned and tried on this {gpu}, once for each shape; "
+                "compiling them takes a minute or more",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
         # What a compiled graph rules out of dispatch holds in its own thread. Another one begins on the first GPU.
         with ThreadPoolExecutor(1, initializer=_work_on, initargs=(device,)) as apart:
             wrong = apart.submit(_what_is_wrong, kernels, kind, how, dtypes, shapes, device).result()
         if not wrong:
             known.keep()
     if wrong:
+        libraries = "cuda-core" if kernels == OURS else "triton, fla-core or flash-qla"
         warnings.warn(
             f"kernels of {kind} ({kernels}) {wrong} on this GPU: others run, or the reference, which are slower. "
-            "Another version of triton, fla-core or flash-qla may be right",
+            f"Another version of {libraries} may be right",
             stacklevel=2,
         )
     return not wrong
@@ -98,15 +103,16 @@ def _errors(
 ) -> list[float]:
     """Relative norms of differences of results, states that enter, and all gradients. What moves a state is not
     compared: kernels give none of first pieces, which nothing enters."""
-    facts = kernels, kind, how, dtypes, shapes, device
-    if device.type == "cuda":
-        compile_side_by_side(f"{__name__}:{run_tuned.__name__}", *facts)
-    run_tuned(*facts)
+    if kernels != OURS:
+        facts = kernels, kind, how, dtypes, shapes, device
+        if device.type == "cuda":
+            compile_side_by_side(f"{__name__}:{run_tuned.__name__}", *facts)
+        run_tuned(*facts)
     inputs, tables, dout = _problem(kind, how, dtypes, shapes, device, _ROWS)
     found = _by_kernels(kernels, kind, how, inputs, tables, dout)
-    wide, given = [x.float() for x in inputs], [how.scale, how.l2norm]
+    wide, given = [x.double() for x in inputs], [how.scale, how.l2norm]  # which no kernels take
     expected = getattr(_ops, f"{kind}_on_pieces")(*wide, tables, *(given if INPUTS[kind][0] == "q" else []), "")
-    back = _ops.states_on_pieces_backward(dout.float(), *expected[1:], wide, tables, kind, *given, "")
+    back = _ops.states_on_pieces_backward(dout.double(), *expected[1:], wide, tables, kind, *given, "")
     pairs = zip(found, [*expected[:2], *back], strict=True)
     errors = [float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs]
     return [error if error == error else float("inf") for error in errors]

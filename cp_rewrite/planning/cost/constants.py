@@ -102,6 +102,9 @@ STATE_COPIES = 86
 """How often a token's keys and values could be copied in the time that a layer takes for the token, both ways: 10.8 ms
 for 16,384 tokens of one document and 64 heads of 128 on an H200, by fla's gated delta rule; FlashQLA's takes 0.65 times
 as long, Kimi delta attention 1.7 times."""
+SCAN_COPIES = 6.6
+"""The same of a selective scan's channels, as many keys as numbers and 1 value: 7.2 ms for 16,384 tokens and 8,192
+channels with 16 numbers, by the kernels of `csrc/`."""
 STATE_PASS = 0.08
 """Share of that time that one more pass over a piece takes. 14.1 ms where a rank has half of one document, cut on both
 sides, and 11.5 where no piece is."""

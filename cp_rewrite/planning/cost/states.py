@@ -18,7 +18,7 @@ from cp_rewrite.documents import Documents
 from cp_rewrite.planning.intervals import CHUNK, Int, chunk_counts, overlaps
 from cp_rewrite.planning.layouts.token_order import TokenOrder
 
-from .constants import STATE_COPIES, STATE_PASS
+from .constants import SCAN_COPIES, STATE_COPIES, STATE_PASS
 from .devices import Device
 from .tiles import Float
 
@@ -62,7 +62,8 @@ class StateLayers:
     def seconds(self, documents: Documents, order: TokenOrder, device: Device, ranks_per_node: int) -> float:
         """Seconds of `per_attention` layers, forward and backward."""
         pieces = StatePieces.of(documents, order, self.resets)
-        token = STATE_COPIES * 2 * self.heads * (self.keys + self.values) / device.memory
+        copies = SCAN_COPIES if self.kind == "selective_scan" else STATE_COPIES
+        token = copies * 2 * self.heads * (self.keys + self.values) / device.memory
         work = np.bincount(pieces.owner, CHUNK * chunk_counts(pieces.length), order.world_size)
         if self.kind in ("gated_delta_rule", "kimi_delta"):
             work = work + STATE_PASS * pieces.passed_more(order.world_size)
