@@ -2,6 +2,6 @@
 
 from cp_rewrite.planning.layouts import balanced
 
-AS_SHORT = balanced.SIMPLE, balanced.ONCE
+AS_SHORT = {name: getattr(balanced, name) for name in ("SIMPLE", "ONCE", "TWICE")}
 """The tokens of a rank up to which users' rows are planned as short ones."""
-balanced.SIMPLE = balanced.ONCE = 0
+balanced.SIMPLE = balanced.ONCE = balanced.TWICE = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -114,8 +115,7 @@ def test_nodes_keep_documents():
 @given(batches(max_rows=1, max_total=1500), masks(), st.integers(1, 8), st.booleans())
 def test_never_dearer_than_a_simple_layout(rows: tuple[Documents, ...], mask: PackedMask, world_size: int, short: bool):
     """`short`: planned as rows of so few tokens are outside of tests."""
-    simple, once = AS_SHORT if short else (0, 0)
-    with patch.multiple(balanced, SIMPLE=simple, ONCE=once):
+    with patch.multiple(balanced, **AS_SHORT) if short else nullcontext():
         ours = plan(rows[0], world_size, "balanced", mask)
     assert ours.order.local_size == -(-rows[0].total // world_size)
     assert (np.bincount(ours.order.rank_of(), minlength=world_size) <= ours.order.local_size).all()

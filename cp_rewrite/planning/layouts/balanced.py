@@ -155,9 +155,10 @@ LOST = 0.01
 """Share of its rows that a rank receives, or imbalance, above which it is tried to leave documents whole."""
 FEW_RANKS, FEW_SLICES = 8, 512
 """Ranks and slices, at most, for which all ways are tried: more take longer."""
-SIMPLE, ONCE = 1024, 4096
-"""Tokens of a rank up to which simple layouts alone are compared, or on one node documents are halved once, none left
-whole. A layer of 8,192 columns then takes some 12 or 50 ms: what a longer search saves is below 2 % of it."""
+SIMPLE, ONCE, TWICE = 1024, 4096, 8192
+"""Tokens of a rank up to which simple layouts alone are compared, or on one node documents are halved in one way, or in
+two, none left whole. A layer of 8,192 columns then takes some 12, 50 or 100 ms: what a longer search saves is below 2 %
+of it."""
 MOST_RUNS = 1 << 17
 """Runs of keys, over all pieces, up to which a simple layout is weighed: some milliseconds."""
 
@@ -307,8 +308,8 @@ def _home_first(order: TokenOrder, schedule: Schedule) -> TokenOrder:
 
 def _best_shared_out(slices: Slices, quotas: list[int], judge: Judge) -> Candidate:
     """The best of the variants, and of whole documents."""
-    if quotas[0] <= ONCE and judge.node_size == len(quotas):
-        return _best_by_halves(slices, quotas, judge, VARIANTS[-1:])
+    if quotas[0] <= TWICE and judge.node_size == len(quotas):
+        return _best_by_halves(slices, quotas, judge, VARIANTS[-1:] if quotas[0] <= ONCE else VARIANTS[::2])
     if len(quotas) > FEW_RANKS or len(slices) > FEW_SLICES:
         return _best_by_halves(slices, quotas, judge, VARIANTS[:1])
     best = _best_by_halves(slices, quotas, judge, VARIANTS)
