@@ -20,6 +20,7 @@ import torch.fx as fx
 from torch import SymInt, Tensor, nn
 
 from cp_rewrite.experts.choose import chosen_of
+from cp_rewrite.experts.families import places, weights_of, widths_of
 from cp_rewrite.experts.layers import Experts, is_layer_of_experts
 from cp_rewrite.kernels.select import DeviceFacts
 from cp_rewrite.kernels.states.select import SOLVED, runs_by_kernels
@@ -105,13 +106,15 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
         normed -> q, k, v -> rotated -> attention -> out -> + -> normed -> gate, up -> silu, times -> down -> +
         kept            v    kept       kept        kept         kept      kept         kept
     """
-    names = {name: module for name, module in model.named_modules() if is_layer_of_experts(module)}
-    graph = _Graph(gm, tokens, target, frozenset(names))
+    known = {name: module for name, module in model.named_modules() if is_layer_of_experts(module)}
+    names = {name: module for name, module in known.items() if {"up", "down"} <= places(module).keys()}  # not adapted
+    holders = {place.module for module in names.values() for place in places(module).values()}
+    graph = _Graph(gm, tokens, target, frozenset(name for name, module in model.named_modules() if module in holders))
     paths = [path for path in graph.paths if path]
     weights = _weights_by_layer(model, paths)
     experts: dict[str, list[ExpertLayer]] = defaultdict(list)
     for name, module in names.items():
-        chosen = graph.chosen.get(name) or min(chosen_of(module), module.num_experts)
+        chosen = graph.chosen.get(name) or min(chosen_of(module), widths_of(module).experts)
         experts[_layer_of(name, paths)].append(_sizes_of(module, chosen))
     wide, beside = (tuple(graph.wide(path, beside) for path in paths) for beside in (False, True))
     found = [
@@ -159,7 +162,7 @@ class _Graph:
     tokens: int
     target: DeviceFacts | None
     expert_layers: frozenset[str]
-    """Names of layers of experts that ranks can share."""
+    """Names of modules that hold weights of experts that ranks can share."""
     checkpointed: set[str] = field(default_factory=set[str])
     products: dict[str, dict[fx.Node, None]] = field(default_factory=lambda: defaultdict(dict))
     """Layer -> its matrix products."""
@@ -379,16 +382,12 @@ def _layer_of(name: str, layers: Collection[str]) -> str:
 
 def _sizes_of(layer: Any, chosen: int) -> ExpertLayer:
     """Sizes of a layer of experts, of which a token has so many."""
-    up, down = layer.gate_up_proj if layer.has_gate else layer.up_proj, layer.down_proj
-    columns, inner = down.shape[:0:-1] if layer.is_transposed else down.shape[1:]
+    widths, weights = widths_of(layer), weights_of(layer)
     return ExpertLayer(
-        experts=layer.num_experts,
+        **widths._asdict(),
         chosen=chosen,
-        columns=columns,
-        first=up.shape[2 if layer.is_transposed else 1],
-        inner=inner,
-        parameters=sum(p.numel() for p in layer.parameters()),
-        trained=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+        parameters=sum(p.numel() for p in weights),
+        trained=sum(p.numel() for p in weights if p.requires_grad),
         is_op=isinstance(layer, Experts),
     )
 

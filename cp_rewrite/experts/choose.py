@@ -18,6 +18,7 @@ from cp_rewrite.planning.cost.constants import BESIDE_TENSORS, CHOICES, TRIPS, T
 from cp_rewrite.planning.cost.experts import Machine, Mixture, choose_ranks, faster_up_to
 from cp_rewrite.sharding import Sharding, device_of, speeds_of
 
+from .families import family_of, weights_of, widths_of
 from .layers import is_layer_of_experts, layers_to_share
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def choose(model: nn.Module, mesh: DeviceMesh, sharding: Sharding, policy: Mixed
     shared = _distinct(layers)
     held = sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters()) / ranks
     item = (policy.param_dtype or shared[0].dtype).itemsize
-    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    each = [sum(p.numel() for p in weights_of(layer)) for layer in layers]
     # The gathered weights of two layers, or of all; gradients of one, and of the one behind it in fp32.
     most = item * (2 * max(each) if again else sum(each)) + (item + 4) * max(each)
     room = device.device_bytes - BESIDE_TENSORS
@@ -67,31 +68,28 @@ def mixture_of(model: nn.Module, layers: Sequence[Any], policy: MixedPrecisionPo
     each = {id(p): p.numel() for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(False)}
     inside = sum(p.numel() for p in shared)
     chosen = chosen_of(layers[0])
-    products = sum(each.values()) - inside + inside * min(1.0, chosen / layers[0].num_experts)
+    products = sum(each.values()) - inside + inside * min(1.0, chosen / widths_of(layers[0]).experts)
     return Mixture(
         layers=len(layers),
         chosen=chosen,
         trips=TRIPS + TRIPS_AGAIN * checkpointed,
         gathered=sum(nbytes(p, policy.param_dtype) for p in shared) * (1 + again),
         summed=sum(nbytes(p, policy.reduce_dtype or policy.param_dtype) for p in shared if p.requires_grad),
-        row=sum(_columns(layer) * (policy.param_dtype or layer.down_proj.dtype).itemsize for layer in layers),
+        row=sum(widths_of(layer).columns for layer in layers) * (policy.param_dtype or shared[0].dtype).itemsize,
         flops=6 * products,
     )
 
 
 def chosen_of(layer: Any) -> int:
     """Experts that a token has in a layer, as its config tells, or what is usual."""
-    found = getattr(getattr(layer, "config", None), "num_experts_per_tok", None)
+    family = family_of(layer)
+    found = family.chosen(layer) if family else getattr(getattr(layer, "config", None), "num_experts_per_tok", None)
     return found if isinstance(found, int) else CHOICES
-
-
-def _columns(layer: Any) -> int:
-    return layer.down_proj.shape[2 if layer.is_transposed else 1]
 
 
 def _distinct(layers: Sequence[Any]) -> list[nn.Parameter]:
     """Weights of layers, tied ones once."""
-    return [*{id(p): p for layer in layers for p in layer.parameters()}.values()]
+    return [*{id(p): p for layer in layers for p in weights_of(layer)}.values()]
 
 
 def _node(mesh: DeviceMesh, sharding: Sharding) -> int:

@@ -25,7 +25,9 @@ Gate = Callable[[Tensor], Tensor]
 """(M, G) -> (M, F), each row by itself; what it is given it leaves as it is."""
 
 
-def _halves(activation: Gate) -> Gate:
+def halves(activation: Gate) -> Gate:
+    """The gate that multiplies what an activation gives of the first half of columns by the second half."""
+
     def gate(rows: Tensor) -> Tensor:
         first, second = rows.chunk(2, -1)
         return activation(first) * second
@@ -38,8 +40,8 @@ GATES: dict[str, Gate] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda rows: F.relu(rows).square(),
-    "swiglu": _halves(F.silu),
-    "geglu": _halves(F.gelu),
+    "swiglu": halves(F.silu),
+    "geglu": halves(F.gelu),
 }
 """Names that all ranks know -> gates. The last two halve their rows."""
 _vjp: Any = torch.func.vjp

@@ -9,8 +9,8 @@
 Where all ranks of the mesh share one set, FSDP leaves these weights alone: nothing is left to gather. An owner's
 gradient is a sum over the tokens of its ep group already.
 
-Layers are those of transformers that go through its `use_experts_implementation`, and `Experts` below. A layer gets a
-class of its own, whose forward is the op `cp_rewrite::experts`.
+Layers are those of transformers that go through its `use_experts_implementation` or are of a `Family`, and `Experts`
+below. A layer gets a class of its own, whose forward runs the op `cp_rewrite::experts`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from cp_rewrite.refusal import ADAPTED_PARAMETER
 from cp_rewrite.torch_internals import cut_in_groups, sharded_over, shards_over_some
 
 from .dispatch import join_group
+from .families import Family, family_of, means_the_same, places, run, weights_of, widths_of
 from .gates import GATES, Gate
 
-_ops: Any = torch.ops.cp_rewrite
 _NUMBERS = (bool, int, float, str, type(None))
 OWNED = "_cp_rewrite_owned"
 """Attribute of a stand-in of a weight that ranks share: its `SharedWeight`."""
@@ -93,24 +93,15 @@ class Experts(nn.Module):
         return run(self, hidden_states, top_k_index, top_k_weights)
 
 
-def run(layer: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    """Results of a layer, by its own weights or by those that ranks share."""
-    up = layer.gate_up_proj if layer.has_gate else layer.up_proj
-    biases: tuple[Any, Any] = (None, None)
-    if layer.has_bias:
-        biases = (layer.gate_up_proj_bias if layer.has_gate else layer.up_proj_bias, layer.down_proj_bias)
-    weights: list[Any] = [w.to_local() if isinstance(w, DTensor) else w for w in (up, layer.down_proj, *biases)]
-    return _ops.experts.default(x, chosen, weight, *weights, layer.cp_gate, layer.is_transposed, layer.cp_group)[0]
-
-
 @functools.cache
-def _shared(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of layers with the forward of `run`."""
+def _shared(kind: type[nn.Module], family: Family | None) -> type[nn.Module]:
+    """A class of layers with the forward of `run`, or of their family."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return run(self, hidden_states, top_k_index, top_k_weights)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    found = forward if family is None else family.forward
+    return type(kind.__name__, (kind,), {"forward": found, "__module__": kind.__module__})
 
 
 class SharedExperts:
@@ -136,11 +127,11 @@ class SharedExperts:
         self.name = join_group(self.mesh.mesh.tolist(), self.ep.get_group(), self.size)
         for layer in self.layers:
             layer.cp_gate, layer.cp_group = _gate_of(layer), self.name
-            layer.__class__ = _shared(type(layer))
+            layer.__class__ = _shared(type(layer), family_of(layer))
 
     def weights(self) -> list[nn.Parameter]:
         """All of them, in the order of layers."""
-        return [p for layer in self.layers for p in layer._parameters.values() if p is not None]
+        return [p for layer in self.layers for p in weights_of(layer)]
 
     def cut(self, stand_ins: Iterable[tuple[Tensor, nn.Module, str]], device: torch.device, divide_by: float) -> None:
         """Leave each rank its own experts, as a DTensor over the ep group.
@@ -158,15 +149,15 @@ class SharedExperts:
                 setattr(x, OWNED, SharedWeight(self.name, (x.shape[0] // self.size, *x.shape[1:]), dtype))
         rank, made = self.ep.get_local_rank(), dict[int, nn.Parameter]()  # of tied weights one
         for layer in self.layers:
-            layer.cp_divide_by = divide_by if self.whole else 1.0
-            for name, p in [*layer._parameters.items()]:
-                if p is not None:
-                    if id(p) not in made:
-                        own = p.detach().chunk(self.size, 0)[rank]
-                        own = own.clone() if own.is_meta else own.to(device, copy=True)
-                        part = DTensor.from_local(own, self.ep, [Shard(0)], run_check=False)
-                        made[id(p)] = nn.Parameter(part, requires_grad=p.requires_grad)
-                    layer._parameters[name] = made[id(p)]
+            for place in places(layer).values():
+                holder: Any = place.module
+                holder.cp_divide_by, p = divide_by if self.whole else 1.0, place.weight
+                if id(p) not in made:
+                    own = p.detach().chunk(self.size, 0)[rank]
+                    own = own.clone() if own.is_meta else own.to(device, copy=True)
+                    part = DTensor.from_local(own, self.ep, [Shard(0)], run_check=False)
+                    made[id(p)] = nn.Parameter(part, requires_grad=p.requires_grad)
+                holder._parameters[place.name] = made[id(p)]
 
     def placement(self) -> dict[str, Any]:
         """Arguments of `fully_shard`: weights that it leaves alone, or over which ranks it shards them."""
@@ -196,8 +187,9 @@ def layers_to_share(model: nn.Module, ranks: int, size: int) -> list[Any]:
         raise ValueError(f"experts={size}: {ADAPTED_PARAMETER}")
     for layer, name in names.items():
         _check_layer(layer, name, size)
+        held = {*weights_of(layer)}
         for key, p in layer.named_parameters():
-            if size < ranks and _even_dim(p, ranks // size, size) is None:
+            if p in held and size < ranks and _even_dim(p, ranks // size, size) is None:
                 raise ValueError(
                     f"experts={size}: FSDP can't cut {name}.{key} of {tuple(p.shape)} over the {ranks // size} ranks "
                     "that have the same experts: share them by more ranks"
@@ -249,7 +241,8 @@ def check_size(size: Any, ranks: int, offload: Collection[str] = ()) -> None:
 
 def is_layer_of_experts(module: Any) -> bool:
     """Whether a module is a layer of experts that ranks can share: of transformers, or an `Experts`."""
-    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "has_bias", "num_experts", "down_proj"))
+    of_interface = ("is_transposed", "has_gate", "has_bias", "num_experts", "down_proj")
+    return all(hasattr(module, name) for name in of_interface) or family_of(module) is not None
 
 
 def _none_found(model: nn.Module) -> str:
@@ -263,30 +256,38 @@ def _none_found(model: nn.Module) -> str:
 
 def _check_layer(layer: Any, name: str, size: int) -> None:
     """Raise a ValueError where a layer is not what `run` takes it for."""
-    if layer.num_experts % size:
-        raise ValueError(
-            f"experts={size}: {name} has {layer.num_experts} experts, which {size} ranks do not share evenly"
-        )
-    up = "gate_up_proj" if layer.has_gate else "up_proj"
-    known = [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if layer.has_bias else [])]
-    held = {key: p for key, p in layer.named_parameters()}
-    if {*held} != {*known} or any(p.shape[0] != layer.num_experts for p in held.values()):
+    family = family_of(layer)
+    experts = layer.num_experts if family is None else widths_of(layer).experts
+    if experts % size:
+        raise ValueError(f"experts={size}: {name} has {experts} experts, which {size} ranks do not share evenly")
+    if family is None:
+        up = "gate_up_proj" if layer.has_gate else "up_proj"
+        known = [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if layer.has_bias else [])]
+        holders = [layer]
+    else:
+        known, holders = [family.up, family.down], [place.module for place in places(layer).values()]
+    all_of = {key: p for key, p in layer.named_parameters(remove_duplicate=False)}
+    inside = {p for module in holders for p in module.parameters()}
+    held = {key: p for key, p in all_of.items() if p in inside}
+    if {*held} != {*known} or any(p.shape[0] != experts for p in held.values()):
         shapes = ", ".join(f"{key} {tuple(p.shape)}" for key, p in held.items())
         raise ValueError(
-            f"experts={size}: {name} must hold {', '.join(known)} of its {layer.num_experts} experts, and nothing else "
+            f"experts={size}: {name} must hold {', '.join(known)} of its {experts} experts, and nothing else "
             f"(adapters, quantized weights, a gate with weights); it holds {shapes or 'nothing'}"
         )
-    others = [*layer.buffers(), *(value for value in vars(layer).values() if isinstance(value, Tensor))]
-    if others or "forward" in vars(layer):
+    others = [value for module in holders for value in (*module.buffers(), *vars(module).values())]
+    if any(isinstance(x, Tensor) for x in others) or any("forward" in vars(module) for module in (layer, *holders)):
         raise ValueError(
             f"experts={size}: {name} has buffers or other tensors beside its weights, or a forward of its own, which "
             "no rank would use"
         )
-    if not isinstance(layer, Experts) and not _agrees(layer):
-        raise ValueError(
-            f"experts={size}: {name}, a {type(layer).__name__}, gives other numbers than transformers' "
-            "batched_mm_experts_forward, whose meaning ranks share: write it as cp.Experts"
-        )
+    if isinstance(layer, Experts) or (means_the_same(type(layer)) if family else _agrees(layer)):
+        return
+    theirs = "the class of its name that is known" if family else "transformers' batched_mm_experts_forward"
+    raise ValueError(
+        f"experts={size}: {name}, a {type(layer).__name__}, gives other numbers than {theirs}, whose meaning ranks "
+        "share: write it as cp.Experts"
+    )
 
 
 def _gate_of(layer: Any) -> str:
@@ -295,7 +296,8 @@ def _gate_of(layer: Any) -> str:
         return layer.cp_gate
     numbers = {k: v for k, v in vars(layer).items() if k[0] != "_" and k != "training" and isinstance(v, _NUMBERS)}
     config: Any = getattr(layer, "config", None)  # a gate may read it, too
-    known = hashlib.sha1(repr((numbers, config and sorted(config.to_dict().items()))).encode()).hexdigest()
+    told = numbers, config and sorted(config.to_dict().items()), str(layer) if family_of(layer) else ""
+    known = hashlib.sha1(repr(told).encode()).hexdigest()
     name = f"{type(layer).__module__}.{type(layer).__qualname__} {known[:16]}"
     GATES.setdefault(name, _gate(layer))
     return name
@@ -303,6 +305,8 @@ def _gate_of(layer: Any) -> str:
 
 def _gate(layer: Any) -> Gate:
     """It alone, which holds no weights."""
+    if family := family_of(layer):
+        return family.gate(layer)
     bare = _bare(layer)
     return bare._apply_gate if bare.has_gate else bare.act_fn
 

@@ -81,7 +81,7 @@ def without_sharing(mesh: DeviceMesh) -> dict[str, int | str]:
     """Ranks that share, or the error, for what shares nothing under `auto`."""
     tries: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
         "dense": (lambda: build("llama"), {}, {}),
-        "own way": (lambda: build("llama4"), {}, {}),
+        "own way": (lambda: build("jetmoe"), {}, {}),
         "5 experts": (lambda: build("qwen3_moe", num_experts=5), {}, {}),
         "ddp": (lambda: build("qwen3_moe"), {"data_parallel": "ddp"}, {}),
         "weights on the host": (lambda: build("qwen3_moe"), {"offload": ("weights",)}, {}),

@@ -5,7 +5,9 @@ Not Gemma 4, which writes into a view that FSDP gives its blocks: torch refuses 
 
 from __future__ import annotations
 
+import importlib
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_rewrite as cp
 from cp_rewrite.diagnose.check import floor_of
+from cp_rewrite.experts.families import FAMILIES, means_the_same
 from tests.experts.test_shared import gradients
 from tests.helpers.pool import Pool
 from tests.sweep.cases import Case, batch_of, build, sharding_of, shifts
@@ -60,3 +63,20 @@ def test_a_family_is_right(pool: Pool, name: str, ranks: int) -> None:
         assert values.keys() == grads.keys()
         for key, grad in grads.items():
             assert difference(values[key], grad, floor) <= LIMIT, key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_meaning_of_a_class_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another version of transformers: outputs that are doubled, and a class that takes something else."""
+    module, _, kind = name.rpartition(".")
+    known = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    assert means_the_same.__wrapped__(known)
+    forward = known.forward
+
+    def doubled(*given: Any) -> Any:
+        found = forward(*given)
+        return 2 * found if isinstance(found, Tensor) else (2 * found[0], *found[1:])
+
+    for other in (doubled, lambda self: None):
+        monkeypatch.setattr(known, "forward", other)
+        assert not means_the_same.__wrapped__(known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,18 @@ Recorded = list[tuple[list[float], float, dict[str, Tensor]]]
 """Per step: each row's loss, the norm of the gradients before it is cut, and the gradients; then the weights."""
 
 
+OWN_WAY = {
+    "aria": models.Recipe("AriaText", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    "jetmoe": models.Recipe("JetMoe", {"num_local_experts": 4, "kv_channels": 8}),
+}
+"""Models with experts outside of transformers' interface."""
+
+
 def build(name: str, **options: Any) -> nn.Module:
     """A model of `models.RECIPES`; routers are drawn wide, so that choices are no ties, and biases are there.
     `adapters`: of PEFT's LoRA, beside which all else is frozen."""
     torch.manual_seed(0)
-    recipe, adapters = models.RECIPES[name], options.pop("adapters", None)
+    recipe, adapters = {**models.RECIPES, **OWN_WAY}[name], options.pop("adapters", None)
     model: Any = models._from_transformers(dataclasses.replace(recipe, options={**recipe.options, **options}), True)
     with torch.no_grad():
         for key, p in model.named_parameters():
@@ -75,7 +83,7 @@ def alone(name: str, groups: int, options: dict[str, Any]) -> Recorded:
 
 def annotated(mesh: DeviceMesh, name: str, **how: Any) -> cp.Sharding:
     torch._dynamo.reset()
-    how = {"inner": "eager", "across_documents": name.startswith("gpt_oss"), **how}
+    how = {"inner": "eager", "across_documents": name in ("gpt_oss", "llama4"), **how}
     return cp.Sharding(mesh, TOKENS, cp.PositionIds("position_ids"), **how)
 
 
@@ -172,6 +180,18 @@ def test_meshes_and_options(
     check(pool, ranks, name, groups, shared, options, checkpointing="inner" in how and name != "gpt_oss", **how)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama4", {"num_experts_per_tok": 1}),
+        pytest.param("llama4", {"num_experts_per_tok": 3}, marks=pytest.mark.slow),
+        pytest.param("aria", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_families_outside_of_the_interface(pool: Pool, name: str, options: dict[str, Any]) -> None:
+    check(pool, 2, name, 1, 2, options, checkpointing=True)
+
+
 def accumulated(mesh: DeviceMesh, shared: int, frozen: bool) -> dict[str, Tensor]:
     """Gradients of two micro-batches of each of two groups; `frozen`: the experts get none."""
     grid = DeviceMesh("cpu", mesh.mesh.view(2, 2), mesh_dim_names=("dp", "cp"))
@@ -212,8 +232,7 @@ class Routed(nn.Module):
         torch.manual_seed(0)
         self.spoil = spoil
         self.embed, self.qkv, self.head = nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 64)
-        self.router, self.experts = nn.Linear(16, 6), cp.Experts(6, 16, 8, gate, bias=True)
-        self.again = cp.Experts(6, 16, 8, gate, bias=True)
+        self.router, self.experts, self.again = nn.Linear(16, 6), layer_of(gate), layer_of(gate)
         for name, p in self.experts.named_parameters():
             nn.init.normal_(p, std=0.3)
             setattr(self.again, name, p)
@@ -239,6 +258,17 @@ class Routed(nn.Module):
         return (loss, self.experts.down_proj * 1) if self.spoil == "returned" else loss
 
 
+def layer_of(gate: str) -> Any:
+    """6 experts of 16 columns."""
+    if gate != "step3p7":
+        return cp.Experts(6, 16, 8, gate, bias=True)
+    step3p7: Any = importlib.import_module("transformers.models.step3p7.modeling_step3p7")
+    config = importlib.import_module("transformers").Step3p7TextConfig(
+        hidden_size=16, moe_intermediate_size=8, n_routed_experts=6, num_attention_heads=2, num_key_value_heads=2
+    )
+    return step3p7.Step3p7Experts(config, swiglu_limit=0.1)
+
+
 def next_token_sum(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     if shift_labels is None:
         assert labels is not None
@@ -258,7 +288,7 @@ def routed_on_ranks(mesh: DeviceMesh, gate: str) -> tuple[float, dict[str, Tenso
     return loss.item(), gradients(model), plain, trace.last
 
 
-@pytest.mark.parametrize("gate", ["swiglu", pytest.param("relu2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gate", ["swiglu", *(pytest.param(g, marks=pytest.mark.slow) for g in ("relu2", "step3p7"))])
 def test_experts_of_ones_own(pool: Pool, gate: str) -> None:
     alone, chosen = Routed(gate=gate), list[Tensor]()
     alone.experts.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
@@ -288,7 +318,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "ranks": (qwen3, {"experts": 3}),
         "kind": (qwen3, {"experts": "2"}),
         "none": (lambda: build("llama"), {"experts": 2}),
-        "own way": (lambda: build("llama4"), {"experts": 2}),
+        "own way": (lambda: build("jetmoe"), {"experts": 2}),
         "ddp": (qwen3, {"experts": 2, "data_parallel": "ddp"}),
         "offload": (qwen3, {"experts": 2, "offload": ("weights",)}),
         "adapter": (_with_adapter, {"experts": 2}),
@@ -340,7 +370,7 @@ WORDS = {
     "ranks": "must divide the 2 ranks that weights are sharded over",
     "kind": "experts must be how many ranks",
     "none": "none is a cp.Experts",
-    "own way": "Llama4TextExperts hold experts in a way of their own",
+    "own way": "JetMoeParallelExperts hold experts in a way of their own",
     "ddp": "experts are FSDP's",
     "offload": "leave 'weights' out of offload",
     "adapter": "lora (4, 2)",
