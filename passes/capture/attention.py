@@ -26,6 +26,7 @@ from cp_rewrite.passes.graph.nodes import (
     nested_graphs,
     op_name,
     outputs_of,
+    reached,
     schema_of,
 )
 from cp_rewrite.torch_internals import FakeTensorMode, fake_mode_of
@@ -84,7 +85,7 @@ def _is_flash_function(node: fx.Node) -> bool:
 def _part_flash_attn(node: fx.Node, mode: FakeTensorMode) -> None:
     body = next(iter(nested_graphs(node).values()))
     copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
-    needed = _ancestors([out for out in outputs_of(body)[0] if isinstance(out, fx.Node)])
+    needed = reached((out for out in outputs_of(body)[0] if isinstance(out, fx.Node)), lambda n: n.all_input_nodes)
     for inner in [n for n in body.graph.nodes if n in needed and n not in copies]:
         with node.graph.inserting_before(node):
             copies[inner] = new = node.graph.node_copy(inner, lambda n: copies[n])
@@ -96,15 +97,6 @@ def _part_flash_attn(node: fx.Node, mode: FakeTensorMode) -> None:
         new.replace_all_uses_with(out)
         node.graph.erase_node(new)
     node.graph.erase_node(node)
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        found.add(node)
-        nodes += [n for n in node.all_input_nodes if n not in found]
-    return found
 
 
 def part_multihead(gm: fx.GraphModule) -> None:

@@ -405,6 +405,17 @@ def collective_group(node: fx.Node) -> str | None:
     return next((arg for arg in reversed(node.args) if isinstance(arg, str)), None)
 
 
+def reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes, and all that are reached from them, where `following` gives those after each."""
+    found, pending = set[fx.Node](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += following(node)
+    return found
+
+
 _OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")

@@ -15,6 +15,7 @@ from cp_rewrite.passes.graph.nodes import (
     is_function,
     memory_of,
     nested_graphs,
+    reached,
     region_call,
     region_calls,
     value_of,
@@ -52,34 +53,24 @@ def sources_of(nodes: Iterable[fx.Node], gm: fx.GraphModule, sites: Iterable[Rea
     for node in (node for module in graph_modules(gm) for node in module.graph.nodes):
         for target in written_nodes(node):
             writers[memory_of(target)].append(node)
-    found, pending = set[fx.Node](), [*nodes]
-    while pending:
-        node = pending.pop()
-        if node in found:
-            continue
-        found.add(node)
+
+    def before(node: fx.Node) -> list[fx.Node]:
         made_of = reads[node] if node in reads else node.all_input_nodes
-        pending += made_of
         written = [writer for source in made_of for writer in writers[memory_of(source)]]
-        pending += [writer for writer in written if writer.graph is not node.graph or writer < node]
+        found = [*made_of, *(writer for writer in written if writer.graph is not node.graph or writer < node)]
         if node.op == "placeholder":
             filled = [call.filled[node] for caller in calls.get(node.graph, ()) if (call := region_call(caller))]
-            pending += [operand for operand in filled if isinstance(operand, fx.Node)]
+            found += [operand for operand in filled if isinstance(operand, fx.Node)]
         if (call := region_call(node)) is not None:
-            pending += call.body.graph.find_nodes(op="output")
-    return found
+            found += call.body.graph.find_nodes(op="output")
+        return found
+
+    return reached(nodes, before)
 
 
 def scores_of(attention: Sequence[fx.Node], extents: Extents) -> set[fx.Node]:
     """These nodes, and what pairs tokens with tokens on the way to them: their scores and masks."""
-    found: set[fx.Node] = set()
-    pending = [*attention]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [source for source in node.all_input_nodes if _pairs_tokens(source, extents)]
-    return found
+    return reached(attention, lambda node: [n for n in node.all_input_nodes if _pairs_tokens(n, extents)])
 
 
 def _pairs_tokens(node: fx.Node, extents: Extents) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cp_rewrite.masks import PackedMask
 from cp_rewrite.passes.graph.canonicalize import Canonical, CanonicalizeError, canonicalize, fixed
 from cp_rewrite.passes.graph.dynamo import input_value, is_of_module, source_name, source_of
-from cp_rewrite.passes.graph.nodes import Scope, enclosing, read_by, resolve, value_of
+from cp_rewrite.passes.graph.nodes import Scope, enclosing, reached, read_by, resolve, value_of
 from cp_rewrite.passes.graph.tokens import TokenAxis, passed_numbers
 from cp_rewrite.passes.predicate.decide import prove
 from cp_rewrite.passes.predicate.evaluate import Evaluator
@@ -30,11 +30,7 @@ def maker_of(mask: fx.Node) -> fx.Node:
     among what it is made of, as a mask function that a model of transformers was given; the mask itself without any."""
     if not source_line(mask, in_model=False).startswith(_LIBRARIES):
         return mask
-    made_of, pending = {mask}, [mask]
-    while pending:
-        found = [node for node in pending.pop().all_input_nodes if node not in made_of]
-        made_of.update(found)
-        pending += found
+    made_of = reached([mask], lambda node: node.all_input_nodes)
     known = [node for node in mask.graph.nodes if node in made_of and node.stack_trace]
     flags = [node for node in known if getattr(node.meta.get("example_value"), "dtype", None) is torch.bool]
     own = [node for node in flags if not source_line(node, in_model=False).startswith(_LIBRARIES)]

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_rewrite.passes.graph.new_nodes import autocasts_open, call, fake_value, insert, paste, size_of, traced
-from cp_rewrite.passes.graph.nodes import RegionCall, bind, bind_op, needs_gradient, outputs_of, value_of
+from cp_rewrite.passes.graph.nodes import RegionCall, bind, bind_op, needs_gradient, outputs_of, reached, value_of
 from cp_rewrite.passes.locality.call import COPIES, METADATA, aten_name
 from cp_rewrite.passes.values.edits import READ, Lowering, NeighbourRead, PositionGenerator, Ranks, RowPositions, Step
 from cp_rewrite.passes.values.sizes import token_count
@@ -310,7 +310,9 @@ def _by_rows(
 ) -> fx.Node:
     """(B, …) a shared node's value for each row, behind it in the graph."""
     graph = source.graph
-    needed = _needed(source, generators, set(rows.shared))
+    shared = {*rows.shared}
+    found = reached([source], lambda node: [n for n in _read(node, generators) if n in shared])
+    needed = [node for node in source.graph.nodes if node in found]
     lowered = {lowering.node: lowering for lowering in rows.lowered if lowering.node in needed}
     plan = {key: inputs.node(graph, key) for key in READ if lowered}
     operands = [n for node in needed for n in _read(node, generators) if n not in needed]
@@ -341,17 +343,6 @@ class _Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         products = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
         return (matmul if func in products else func)(*args, **(kwargs or {}))
-
-
-def _needed(source: fx.Node, generators: dict[fx.Node, PositionGenerator], shared: set[fx.Node]) -> list[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [source]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [n for n in _read(node, generators) if n in shared]
-    return [node for node in source.graph.nodes if node in found]
 
 
 def _read(node: fx.Node, generators: dict[fx.Node, PositionGenerator]) -> Sequence[fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from cp_rewrite.passes.graph.nodes import (
     needs_gradient,
     nested_graphs,
     outputs_of,
+    reached,
     region_call,
     region_calls,
     value_of,
@@ -221,7 +222,7 @@ def _ways(found: Rowwise, state: State) -> Iterator[tuple[fx.Node, TileRegion]]:
         if region is None or any(n.op == "get_attr" for n in region.wholes):
             continue
         wide = [n for n in region.nodes if (found.row_bytes(n) or 0) >= region.widest / TILE_GAIN]
-        if losses.isdisjoint(_behind(wide)):
+        if losses.isdisjoint(reached(wide, lambda n: n.users)):
             continue
         dims = found.states[node].dims  # type: ignore[union-attr]
         if all(dim or not isinstance(size, SymInt) for dim, size in zip(dims, value.shape, strict=True)):
@@ -237,17 +238,6 @@ def _losses(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These, and all that is computed of them."""
-    found, pending = set[fx.Node](), [*nodes]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.users
-    return found
 
 
 def _drop(node: fx.Node, found: Rowwise) -> None:
