@@ -183,15 +183,11 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
-def _of_product(ctx: Any, grad: Tensor) -> Tensor:
-    return _ops.running_product_backward.default(grad, ctx.saved_tensors[0])
-
-
-register_autograd("cp_rewrite::running_product", _of_product, setup_context=_keep_input)
+register_autograd(
+    "cp_rewrite::running_product",
+    lambda ctx, grad: _ops.running_product_backward.default(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
 
 
 @custom_op("cp_rewrite::convolve_rows", mutates_args=())

@@ -64,14 +64,6 @@ def wrap(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-def _cumsum(ctx: RuleContext, x: SymTensor, dim: int, dtype: torch.dtype | None = None) -> SymTensor:
-    return _running(ctx, RunningSum, x, dim)
-
-
-def _cummax(ctx: RuleContext, x: SymTensor, dim: int) -> tuple[SymTensor, None]:
-    return _running(ctx, RunningMax, x, dim), None
-
-
 def _running(ctx: RuleContext, kind: Any, x: SymTensor, dim: int) -> SymTensor:
     d, dtype = wrap(dim, len(x.shape)), ctx.out.dtype
 
@@ -166,8 +158,8 @@ def _write_at(ctx: RuleContext, x: SymTensor, *args: Any, **options: Any) -> Sym
 
 
 DIMS: dict[str, Rule] = {
-    "cumsum": _cumsum,
-    "cummax": _cummax,
+    "cumsum": lambda ctx, x, dim, dtype=None: _running(ctx, RunningSum, x, dim),
+    "cummax": lambda ctx, x, dim: (_running(ctx, RunningMax, x, dim), None),
     "sum any all": _sum,
     "searchsorted bucketize": _searchsorted,
     "repeat_interleave": _repeat_interleave,
@@ -440,10 +432,6 @@ def _sliced(x: SymTensor, shape: Shape, dim: int, start: Expr, step: Expr) -> Sy
     return view_of(x, shape, lambda i: (*i[:d], start + step * i[d], *i[d + 1 :]))
 
 
-def _unbind(ctx: RuleContext, x: SymTensor, dim: int = 0) -> tuple[SymTensor, ...]:
-    return tuple(_select(ctx, x, dim, i) for i in range(len(ctx.outputs)))
-
-
 def _split(ctx: RuleContext, x: SymTensor, sizes: Any, dim: int = 0) -> tuple[SymTensor, ...]:
     parts: list[SymTensor] = []
     start: Expr = ZERO
@@ -503,10 +491,6 @@ def _cat(ctx: RuleContext, parts: Sequence[SymTensor], dim: int = 0) -> SymTenso
         return value
 
     return SymTensor(shape, ctx.out.dtype, function)
-
-
-def _stack(ctx: RuleContext, parts: Sequence[SymTensor], dim: int = 0) -> SymTensor:
-    return _cat(ctx, [_unsqueeze(ctx, p, dim) for p in parts], dim)
 
 
 def _pad(ctx: RuleContext, x: SymTensor, widths: Sequence[Any], value: Any = 0) -> SymTensor:
@@ -615,10 +599,6 @@ def _eye(ctx: RuleContext, *_: Any, **__: Any) -> SymTensor:
     return SymTensor(ctx.shape, ctx.out.dtype, lambda i: as_value(compare("eq", i[0], i[1])))
 
 
-def _copy(ctx: RuleContext, x: SymTensor, source: SymTensor, *_: Any) -> SymTensor:
-    return cast(ctx, _expand(ctx, source))
-
-
 def _select_scatter(ctx: RuleContext, x: SymTensor, source: SymTensor, dim: int, index: Any) -> SymTensor:
     d = wrap(dim, len(x.shape))
     place = ctx.size(index) + (x.shape[d] if ctx.size(index).is_negative else 0)
@@ -663,12 +643,12 @@ MOVES: dict[str, Rule] = {
     "squeeze squeeze_copy": _squeeze,
     "select select_copy": _select,
     "slice slice_copy": _slice,
-    "unbind": _unbind,
+    "unbind": lambda ctx, x, dim=0: tuple(_select(ctx, x, dim, i) for i in range(len(ctx.outputs))),
     "split split_with_sizes chunk": _split,
     "flip": _flip,
     "roll": _roll,
     "cat concatenate": _cat,
-    "stack": _stack,
+    "stack": lambda ctx, parts, dim=0: _cat(ctx, [_unsqueeze(ctx, p, dim) for p in parts], dim),
     "constant_pad_nd": _pad,
     "repeat": _repeat,
     "index": _index,
@@ -683,7 +663,7 @@ MOVES: dict[str, Rule] = {
     "scalar_tensor": lambda ctx, value, **_: _constant(ctx, value),
     "fill": _fill,
     "eye": _eye,
-    "copy": _copy,
+    "copy": lambda ctx, x, source, *_: cast(ctx, _expand(ctx, source)),
     "select_scatter": _select_scatter,
     "slice_scatter": _slice_scatter,
     "block_diag": _block_diag,

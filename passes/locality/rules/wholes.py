@@ -494,16 +494,7 @@ def _rows_of_segments(call: Call) -> Rows:
     return rows
 
 
-@dataclass(frozen=True)
-class _Segments:
-    """dims: of the rows."""
-
-    dims: Dims
-
-    @property
-    def reads(self) -> tuple[PlanInput, ...]:
-        return reads_of(self.dims)
-
+class _Segments(OverTokens):
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         base: Tensor = args["self"]
         held = has_row(ranks, self.dims).expand(args["src"].shape)
@@ -553,15 +544,10 @@ class LargestOfSegments(_Segments):
 
 
 @dataclass(frozen=True)
-class Added:
-    """dims: of the rows. name: of the argument that holds them."""
+class Added(OverTokens):
+    """name: of the argument that holds the rows."""
 
-    dims: Dims
     name: str
-
-    @property
-    def reads(self) -> tuple[PlanInput, ...]:
-        return reads_of(self.dims)
 
     def __call__(self, ranks: Ranks, func: Any, args: dict[str, Any]) -> Tensor:
         base, rows = args["self"], args[self.name]
