@@ -94,7 +94,7 @@ class Times:
 
 
 def on_gpus() -> bool:
-    """Whether this run is no `--tiny` one."""
+    """True if this run is no `--tiny` one."""
     return dist.get_backend() != "gloo"
 
 

@@ -41,7 +41,7 @@ def other() -> Iterator[tuple[Any, str]]:
 
 
 def asked(line: Line, answer: bool | None, seconds: float = 5.0) -> bool:
-    """Whether `line.stands()` comes to be `answer` within `seconds`."""
+    """True if `line.stands()` comes to be `answer` within `seconds`."""
     end = time.monotonic() + seconds
     while (found := line.stands()) is not answer and time.monotonic() < end:
         time.sleep(0.05)

@@ -106,7 +106,7 @@ def rows_and_masks(draw: st.DrawFn) -> tuple[cp.Documents, cp.PackedMask]:
 
 
 def dense_difference(seen: Tensor, documents: cp.Documents, mask: cp.PackedMask) -> bool:
-    """Whether a query of a document, or of the row, sees other keys than the mask keeps, pair by pair."""
+    """True if a query of a document, or of the row, sees other keys than the mask keeps, pair by pair."""
     wrong = seen.numpy() != mask.materialize(documents)
     return bool(wrong[mask.documents(documents).document_ids() >= 0].any())
 

@@ -209,7 +209,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of the project made it, not an assertion or a call of something else."""
+    """True if a `raise` of the project made it, not an assertion or a call of something else."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or isinstance(error, AssertionError) or type(error).__module__.startswith("torch."):
         return False  # torch wraps an error under its traceback

@@ -204,5 +204,5 @@ def names() -> list[tuple[str, str]]:
 
 
 def is_same(way: str, loss: str) -> bool:
-    """Whether the program means the same on ranks: no value in which they differ counts."""
+    """True if the program means the same on ranks: no value in which they differ counts."""
     return LOSSES[loss].ignores or loss == "norm_of_hidden" or (way in ("full", "odd") and loss != "largest")

@@ -62,7 +62,7 @@ def added_in_place(m: Resolved, x: Tensor, y: Tensor) -> Tensor:
 
 
 def has_gradient(function: Callable[[Tensor], Sequence[Tensor]]) -> bool:
-    """Whether this torch has the backward of a function."""
+    """True if this torch has the backward of a function."""
     try:
         torch.stack([*function(torch.ones(2, requires_grad=True))]).sum().backward()
     except (RuntimeError, NotImplementedError):

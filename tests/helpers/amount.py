@@ -29,7 +29,7 @@ def begin() -> None:
 
 
 def is_over() -> bool:
-    """Whether the minutes of `begin` have passed."""
+    """True if the minutes of `begin` have passed."""
     return time.time() > float(os.environ.get("CP_UNTIL", "inf"))
 
 

@@ -159,7 +159,7 @@ class _Finder:
 
 
 def _quiet(node: ast.AST, name: str, child: ast.AST) -> bool:
-    """Whether `child`, in the field `name` of `node`, computes nothing: it gets no mutants."""
+    """True if `child`, in the field `name` of `node`, computes nothing: it gets no mutants."""
     if name in ("annotation", "returns", "decorator_list", "bases", "slice") and not isinstance(node, ast.Subscript):
         return True
     if isinstance(child, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom):

@@ -168,7 +168,7 @@ class Program:
         return node
 
     def guards_hold(self) -> bool:
-        """Whether each decision of the op by the shard's token count is the same for the row, and for any shard."""
+        """True if each decision of the op by the shard's token count is the same for the row, and for any shard."""
         counts, guards = (self.cuts.local, self.claims.tokens, 97), self.mode.shape_env.guards
         found = [guard.expr.subs({self.symbol: count}) for guard in guards for count in counts]
         return all(holds == sympy.true for holds in found)

@@ -77,7 +77,7 @@ def samples(name: str) -> Iterator[Sample]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor is strided, finite and not empty."""
+    """True if a tensor is strided, finite and not empty."""
     return x.layout is torch.strided and x.numel() > 0 and bool(x.isfinite().all())
 
 

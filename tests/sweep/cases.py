@@ -149,7 +149,7 @@ def sharding_of(case: Case, mesh: Any) -> cp.Sharding:
 
 
 def shifts(case: Case) -> bool:
-    """Whether targets are the next tokens."""
+    """True if targets are the next tokens."""
     return case.head in ("causal", "spans", "images")
 
 
@@ -170,7 +170,7 @@ def all_cases() -> list[Case]:
 
 
 def reads_text(name: str) -> bool:
-    """Whether a class takes tokens, and its config has no part for anything else."""
+    """True if a class takes tokens, and its config has no part for anything else."""
     try:
         kind = class_of(name)
         parts: dict[str, Any] = getattr(kind.config_class, "sub_configs", {})

@@ -109,7 +109,7 @@ class Trial:
         return batch
 
     def proven(self, model: nn.Module, whole: dict[str, Tensor]) -> bool:
-        """Whether a dry run has nothing against the model. The outcome notes what it says."""
+        """True if a dry run has nothing against the model. The outcome notes what it says."""
         out = self.outcome
         sharding, batch = sharding_of(self.case, 2), batch_of(self.case)
         try:

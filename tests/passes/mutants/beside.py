@@ -68,7 +68,7 @@ def build(names: Sequence[str]) -> nn.Module:
 
 
 def is_of(name: str, node: fx.Node | None) -> bool:
-    """Whether a node comes from the mutant's line."""
+    """True if a node comes from the mutant's line."""
     trace = (node and node.stack_trace) or ""
     if MUTANTS[name].line not in trace or not (place := place_of(MUTANTS[name])):
         return MUTANTS[name].line in trace
