@@ -202,7 +202,7 @@ class ReadWay:
 
 
 def _is_plain(state: Rows) -> bool:
-    """Rows whose values are their own, in the shard's order."""
+    """True of rows whose values are their own, in the shard's order."""
     ordered = any(isinstance(factor, Order) for dim in state.dims if dim is not None for factor in dim)
     return state.iota is None and state.shard_rows is None and not state.key and not ordered
 

@@ -225,7 +225,7 @@ def ended(group: str) -> str:
 
 
 def text(group: str) -> str:
-    """All of it, as others read it."""
+    """This rank's whole history in a group, as others read it."""
     mine = _histories[group]
     return f"{mine.turn}:{','.join(mine.before)}:{','.join(mine.now)}"
 

@@ -72,7 +72,7 @@ class Line:
             return self._socket is not None if self._stood else None
 
     def _hears(self, line: socket.socket) -> bool:
-        """False where it ended, or is another's."""
+        """False if the line has ended, or does not lead to the process that is expected."""
         self._looks += 1
         try:
             while said := line.recv(256):

@@ -366,7 +366,7 @@ def _weight(out: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By place or name; `0[1]`: the second tensor of a list."""
+    """An op's tensors by place or name; `0[1]`: the second tensor of a list."""
     found: dict[str, Tensor] = {}
     for name, value in (*enumerate(args), *kwargs.items()):
         tensors = tensors_of(value)

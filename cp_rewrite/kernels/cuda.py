@@ -215,7 +215,7 @@ def cache_dir() -> Path:
 
 @cache
 def _warn_not_kept(folder: Path, error: str) -> None:
-    """Say it once, though every kernel meets it."""
+    """Warn once that kernels are not kept, though every kernel meets the error."""
     message = (
         f"CUDA kernels can't be kept in {folder}, and are compiled by every process: {error}. Set CP_REWRITE_CACHE"
     )

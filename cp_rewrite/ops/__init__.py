@@ -1,6 +1,6 @@
 """Custom ops of rewritten graphs: schemas, fakes and autograd in torch only; kernels are imported when they run."""
 
-from . import attention, exchange, local_rows, max_logits, ring_attention, rows, scatter_heads, schemas, tiles
+from . import attention, exchange, local_rows, max_logits, ring_attention, rows, scatter_heads, tiles
 from . import pushed as pushed_attention
 from .states import ops
 
@@ -14,6 +14,5 @@ __all__ = [
     "ring_attention",
     "rows",
     "scatter_heads",
-    "schemas",
     "tiles",
 ]

@@ -30,7 +30,7 @@ class RowDim:
     after: int = 1
 
     def rows(self, x: Tensor) -> int:
-        """R."""
+        """R, how many rows `x` has."""
         return x.shape[self.dim] // (self.before * self.after)
 
     def cut(self, x: Tensor, start: int, stop: int) -> Tensor:

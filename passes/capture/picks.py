@@ -739,7 +739,7 @@ def _like(made: fx.Node, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
 
 
 def _shape(value: Tensor, same: Mapping[Any, Any] | None = None) -> list[Any]:
-    """same: what stands for some sizes."""
+    """A tensor's sizes. same: what stands for some of them."""
     return [expression(size).xreplace(same or {}) for size in value.shape]
 
 

@@ -120,7 +120,7 @@ class NodeFacts:
 
     @contextmanager
     def under(self, **flags: bool) -> Generator[None]:
-        """Inside, nodes run with other `flags`."""
+        """Run nodes inside with other `flags`."""
         before = {name: getattr(self, name) for name in flags}
         vars(self).update(flags)
         try:

@@ -35,7 +35,7 @@ class Steps:
 
     @property
     def local(self) -> bool:
-        """They only leave out rows without a token."""
+        """True if the steps only leave out rows without a token."""
         return all(step.local for step in self.reasons)
 
 

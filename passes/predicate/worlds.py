@@ -94,12 +94,12 @@ class Cell:
         return f"{self.world.value}{''.join(map(str, self.relations))} at query - key = {away}"
 
     def of(self, relation: type[R]) -> R | None:
-        """Its relation of a type."""
+        """The cell's relation of a type, if it has one."""
         return next((each for each in self.relations if type(each) is relation), None)
 
     @property
     def same(self) -> bool:
-        """One document, or tree, holds both."""
+        """True if one document, or tree, holds query and key."""
         return self.world is World.SAME
 
     @property

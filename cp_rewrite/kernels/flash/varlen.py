@@ -164,7 +164,7 @@ class BackwardParts:
     stream: torch.cuda.Stream | None = None
 
     def run(self, calls: Sequence[Callable[[BackwardOverlap], None]]) -> None:
-        """Both parts."""
+        """Run both parts."""
         _fork(self.stream)
         with cuda.on(self.stream):
             calls[1 - self.parts.early](self.overlaps[1])

@@ -65,7 +65,7 @@ class Slices:
 
     @classmethod
     def join(cls, groups: Sequence[Slices]) -> Slices:
-        """All of them, group after group."""
+        """The slices of all groups, group after group."""
         if len(groups) == 1:
             return groups[0]
         return cls(np.concatenate([g.table for g in groups], axis=1), np.concatenate([g.work for g in groups]))

@@ -76,7 +76,7 @@ class PushCut:
 
     @property
     def whole(self) -> bool:
-        """All keys are read in place, by the backward too."""
+        """True if all keys are read in place, by the backward too."""
         return self.keys == 0 < self.count
 
 

@@ -116,14 +116,14 @@ class _Folded(_Running):
     """Whole numbers give int64, as torch has it."""
 
     def run(self, lines: Tensor) -> Tensor:
-        """Over dim 1."""
+        """The running operation over dim 1."""
         raise NotImplementedError
 
     def join(self, a: Tensor, b: Tensor) -> Tensor:
         raise NotImplementedError
 
     def fold(self, x: Tensor) -> Tensor:
-        """All of dim 1."""
+        """The operation over all of dim 1."""
         raise NotImplementedError
 
 

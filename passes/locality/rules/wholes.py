@@ -225,7 +225,7 @@ def _given(args: dict[str, Any]) -> list[int]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Sums of 16-bit floats run in fp32, as torch's own do inside."""
+    """`x`, 16-bit floats in fp32: their sums run so, as torch's own do inside."""
     return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
