@@ -20,6 +20,7 @@ from cp_rewrite.planning.layouts.token_order import TokenOrder
 
 from .constants import SCAN_COPIES, STATE_COPIES, STATE_PASS
 from .devices import Device
+from .load import transfer_seconds
 from .tiles import Float
 
 StateKind = Literal["gated_delta_rule", "kimi_delta", "ssd", "selective_scan"]
@@ -68,15 +69,9 @@ class StateLayers:
         if self.kind in ("gated_delta_rule", "kimi_delta"):
             work = work + STATE_PASS * pieces.passed_more(order.world_size)
         ways = (way.received(order.world_size, ranks_per_node) for way in (pieces, pieces.back()))
-        exchange = sum(self._exchange(received, device) for received in ways)
+        travels = [way for way in ways if way[0].any() or way[1].any()]
+        exchange = sum(transfer_seconds(*way, self.summary_bytes, device) for way in travels)
         return self.per_attention * (token * float(work.max()) + exchange)
-
-    def _exchange(self, received: tuple[Int, Int], device: Device) -> float:
-        inside, across = received
-        if not (inside.any() or across.any()):
-            return 0.0
-        slowest = float((inside / device.link + across / device.node_link).max()) * self.summary_bytes
-        return slowest + (device.node_latency if across.any() else device.latency)
 
 
 @dataclass(frozen=True)

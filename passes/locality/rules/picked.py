@@ -93,9 +93,6 @@ class LookedUp:
         return func(**{**args, self.index: [numbers] if isinstance(given, list | tuple) else numbers})
 
 
-_aten: Any = torch.ops.aten
-
-
 def select(call: Call) -> tuple[States, RunOverRanks]:
     """x[:, 3], x[:, -1], x[:, x.shape[1] // 2]; table[x.shape[1]], of what all ranks have."""
     if call.state(call.first) is REPLICATED and not call.written:

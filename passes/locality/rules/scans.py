@@ -28,7 +28,6 @@ from cp_rewrite.planning.plan_input import TOKEN_INDEX, PlanInput, Scan
 from .rule import States, rows_along
 
 _ops: Any = torch.ops.cp_rewrite
-_aten: Any = torch.ops.aten
 
 
 def scanned(call: Call) -> tuple[States, RunOverRanks]:
