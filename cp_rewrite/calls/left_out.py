@@ -15,7 +15,10 @@ from cp_rewrite.batch.stand_in import StandIn, gone
 from cp_rewrite.ops.tiles import run_tiles
 from cp_rewrite.passes.values.state import LeftOut, State
 
-SHARDS_AGAIN = "the weights that make it are shards again, as after the backward"
+SHARDS_AGAIN = (
+    "the weights that make it are shards again, as after the backward, and after its forward those of a block that "
+    "FSDP shards by itself"
+)
 Read = Callable[[], Tensor]
 """Gives a tensor as it was in a call, or raises."""
 Input = Callable[[Sequence[Any]], Read]

@@ -81,7 +81,7 @@ def weights_of(layer: Any) -> list[nn.Parameter]:
 
 
 def is_transposed(layer: Any) -> bool:
-    """Whether rows of tokens are multiplied by weights as they lie: (E, C, G) and (E, F, C)."""
+    """True if rows of tokens are multiplied by weights as they lie: (E, C, G) and (E, F, C)."""
     family = family_of(layer)
     return layer.is_transposed if family is None else family.transposed
 

@@ -240,7 +240,7 @@ def check_size(size: Any, ranks: int, offload: Collection[str] = ()) -> None:
 
 
 def is_layer_of_experts(module: Any) -> bool:
-    """Whether a module is a layer of experts that ranks can share: of transformers, or an `Experts`."""
+    """True if a module is a layer of experts that ranks can share: of transformers, or an `Experts`."""
     of_interface = ("is_transposed", "has_gate", "has_bias", "num_experts", "down_proj")
     return all(hasattr(module, name) for name in of_interface) or family_of(module) is not None
 
