@@ -1,13 +1,13 @@
 """Tokens of a tensor, cut to what one rank owns, and joined again from all ranks' parts in the order of the global row.
 
 `cut_tokens` and `join_tokens` are of plain tensors, `unshard` of a rank's, with a gradient; `gathered` joins an output
-of a compiled model by what the proof noted of it.
+of a compiled model by what the proof noted of it, `by_axes` one whose tokens are anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from cp_rewrite.sharding import Sharding
 
 from .active import last_plan, to_device
 from .as_row import to_local
-from .marks import batch_number, token_axes_of, token_dim_of
+from .marks import TokenAxes, batch_number, token_axes_of, token_dim_of
 
 
 def cut_tokens(x: Tensor, dim: int, indices: NDArray[np.int64], fill: float) -> Tensor:
@@ -102,21 +102,36 @@ def gathered(sharding: Sharding, x: Tensor) -> Tensor:
     last = last_plan(sharding)
     if axes is None or last is None:
         return x
-    plan = last.plan
-    local = {"T": plan.local_size, "B": len(plan.rows)}
-    spread = x
-    for place in reversed(range(x.ndim)):
-        if factors := axes[place]:
-            spread = spread.unflatten(place, [local[f] if isinstance(f, str) else f for f in factors])
-    names = [f for factors in axes for f in (factors or (None,))]
-    if "B" not in names and len(plan.rows) > 1:
+    rows = len(last.plan.rows)
+    if not has_rows(axes) and rows > 1:
         raise ValueError(
             f"gather_outputs: an output of shape {tuple(x.shape)} has tokens of one row of the batch, which holds "
-            f"{len(plan.rows)}, each cut in an order of its own: return all, (B, T, …), or leave gather_outputs out"
+            f"{rows}, each cut in an order of its own: return all, (B, T, …), or leave gather_outputs out"
         )
+    return by_axes([x], axes, last.plan, lambda parts, dim: unshard(sharding, parts[0], dim))
+
+
+def has_rows(axes: TokenAxes) -> bool:
+    """True if a dim counts the rows of the batch."""
+    return any("B" in (factors or ()) for factors in axes)
+
+
+def by_axes(
+    parts: Sequence[Tensor], axes: TokenAxes, plan: BatchPlan, join: Callable[[list[Tensor], int], Tensor]
+) -> Tensor:
+    """Ranks' parts of an output, joined where its tokens are by `axes`: `join` is given them as (B, T_l, …), or as
+    (T_l, …) where no dim counts the rows, and their token dim."""
+    local = {"T": plan.local_size, "B": len(plan.rows)}
+    names = [f for factors in axes for f in (factors or (None,))]
     front = [names.index(name) for name in ("B", "T") if name in names]
-    whole = unshard(sharding, spread.movedim(front, list(range(len(front)))), len(front) - 1)
-    whole = whole.movedim(list(range(len(front))), front)
+
+    def spread(x: Tensor) -> Tensor:
+        for place in reversed(range(x.ndim)):
+            if factors := axes[place]:
+                x = x.unflatten(place, [local[f] if isinstance(f, str) else f for f in factors])
+        return x.movedim(front, list(range(len(front))))
+
+    whole = join([*map(spread, parts)], len(front) - 1).movedim(list(range(len(front))), front)
     for place, factors in enumerate(axes):
         whole = whole.flatten(place, place + len(factors or (None,)) - 1)
     return whole

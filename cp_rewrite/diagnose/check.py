@@ -30,8 +30,8 @@ from cp_rewrite import passes
 from cp_rewrite.arguments import named_values
 from cp_rewrite.batch.active import active_plan
 from cp_rewrite.batch.gradients import group_of_threads
-from cp_rewrite.batch.marks import token_dim_of
-from cp_rewrite.batch.tokens import cut_tokens, join_tokens
+from cp_rewrite.batch.marks import TokenAxes, token_axes_of, token_dim_of
+from cp_rewrite.batch.tokens import by_axes, cut_tokens, has_rows, join_tokens
 from cp_rewrite.calls.check_calls import CallChecks
 from cp_rewrite.calls.compare_masks import check_masks
 from cp_rewrite.calls.left_out import LeftOutputs
@@ -237,20 +237,20 @@ def check(model: nn.Module, sharding: Sharding, batch: Mapping[str, Any], *, shi
 
 @dataclass(frozen=True)
 class _Step:
-    """Outputs and gradients of one step. `plan`: of the batch that a rank has a part of; None for one process. dims:
-    the outputs' token dims, of those that the proof found to have one."""
+    """Outputs and gradients of one step. `plan`: of the batch that a rank has a part of; None for one process. places:
+    the outputs' token dims, or axes, of those that the proof found to have some."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     plan: BatchPlan | None
-    dims: dict[str, int]
+    places: dict[str, int | TokenAxes]
 
 
 def _compare(expected: _Step, ranks: Sequence[_Step], dim: int) -> CheckReport:
     plan = ranks[0].plan
     assert plan is not None
     pairs = {
-        name: (joined([step.outputs[name] for step in ranks], value, plan, ranks[0].dims.get(name, dim)), value)
+        name: (joined([step.outputs[name] for step in ranks], value, plan, ranks[0].places.get(name, dim)), value)
         for name, value in expected.outputs.items()
         if all(name in step.outputs for step in ranks)
     }
@@ -333,11 +333,12 @@ class _Runner:
         """A step from the model's outputs: those of one process (`plan` None) or of a rank."""
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         outputs, total = {name: value.detach() for name, value in out.items()}, self.loss(out, plan)
-        dims = {name: dim for name, value in out.items() if (dim := token_dim_of(value)) is not None}
+        found = {name: token_axes_of(x) if (dim := token_dim_of(x)) is None else dim for name, x in out.items()}
+        places = {name: place for name, place in found.items() if place is not None}
         if total is None or not named:
-            return _Step(outputs, {}, plan, dims)
+            return _Step(outputs, {}, plan, places)
         grads = torch.autograd.grad(total, list(named.values()), materialize_grads=True)
-        return _Step(outputs, dict(zip(named, grads, strict=True)), plan, dims)
+        return _Step(outputs, dict(zip(named, grads, strict=True)), plan, places)
 
     def loss(self, out: dict[str, Tensor], plan: BatchPlan | None) -> Tensor | None:
         """The loss that a model returns, or one that is made of its outputs."""
@@ -376,16 +377,24 @@ def tensors_of(out: Any, name: str = "") -> dict[str, Tensor]:
     return {k: v for key, part in items for k, v in tensors_of(part, f"{name}.{key}" if name else str(key)).items()}
 
 
-def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, dim: int) -> Tensor:
-    """Ranks' outputs as one process has them: tokens in global order, parts of a sum added up, equal values once.
+def joined(parts: list[Tensor], expected: Tensor, plan: BatchPlan, place: int | TokenAxes) -> Tensor:
+    """Ranks' outputs as one process has them: tokens, in the dim or axes of `place`, in global order, parts of a sum
+    added up, equal values once.
 
     Equal values on all ranks may also be equal parts of a sum: the one that is nearer to `expected` is taken.
     """
-    if expected.ndim > dim and (parts[0].shape[dim], expected.shape[dim]) == (plan.local_size, plan.rows[0].total):
+
+    def in_order(parts: list[Tensor], dim: int) -> Tensor:
         return join_tokens(torch.cat(parts, dim), dim, plan)
-    rows = len(plan.rows)
-    if rows > 1 and expected.ndim and expected.shape[0] == rows * plan.rows[0].total:
-        return join_tokens(torch.cat([x.unflatten(0, (rows, -1)) for x in parts], 1), 1, plan).flatten(0, 1)
+
+    def as_first_row(parts: list[Tensor], _: int) -> Tensor:
+        return in_order([x.expand(len(plan.rows), *x.shape) for x in parts], 1)[0]
+
+    if isinstance(place, tuple):  # rows are cut alike where an output has none
+        return by_axes(parts, place, plan, in_order if has_rows(place) else as_first_row)
+    sizes = (plan.local_size, plan.rows[0].total)
+    if expected.ndim > place and (parts[0].shape[place], expected.shape[place]) == sizes:
+        return in_order(parts, place)
     if all(torch.equal(part, parts[0]) for part in parts):
         return min((parts[0], parts[0] * len(parts)), key=lambda value: difference(value, expected))
     return torch.stack(parts).sum(0)

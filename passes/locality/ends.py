@@ -276,7 +276,7 @@ class Outputs:
             ):
                 self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
             if fewer(state.dims):
-                detail = f"an output has {-fewer(state.dims):+d} tokens than the row: give it one entry for each"
+                detail = f"an output has {fewer(state.dims)} tokens fewer than the row: give it one entry for each"
                 self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
             if state.table is not None:
                 self.findings.in_turn.add(state.table)

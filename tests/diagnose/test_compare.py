@@ -193,6 +193,28 @@ def test_check_takes_the_largest_over_ranks() -> None:
     assert report.largest < 1e-5, str(report)
 
 
+class TokensAnywhere(packed_model.PackedModel):
+    """Returns logits with their tokens in other places than behind the rows of the batch."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> dict[str, Tensor]:
+        places = {
+            "last": logits.transpose(1, 2),
+            "first": logits.transpose(0, 1),
+            "behind heads": logits.unflatten(2, (1, -1)).transpose(1, 2),
+            "in one": logits.flatten(0, 1),
+            "in all": logits.flatten(),
+            "alone": torch.arange(labels.shape[1]).float(),
+        }
+        return {"loss": super().loss(logits, labels, num_items), **places}
+
+
+def test_check_finds_tokens_anywhere() -> None:
+    sharding = cp.Sharding(2, packed_model.TOKENS, cp.DocumentIds("doc_ids"), "head_tail")
+    report = cp.check(TokensAnywhere(), sharding, packed_model.packed_batch(2, 13))
+    assert len(report.outputs) == 7
+    assert report.largest < 1e-5, str(report)
+
+
 class Doubling(packed_model.PackedModel):
     """Scales hidden states by a buffer that each step doubles."""
 
