@@ -68,7 +68,7 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
         The global tensor, T tokens at `dim`, on every rank. Its gradient is cut, not summed over ranks: a loss
         computed from it counts once, and parameter gradients are summed over the group as for local losses.
     Raises:
-        TypeError, ValueError: no tensor, or no dim of it with as many tokens as a rank has.
+        TypeError, ValueError: no tensor, no dim of it with as many tokens as a rank has, or not the rows before it.
         RuntimeError: before any batch was cut by this annotation.
     """
     last = last_plan(sharding)
@@ -83,6 +83,13 @@ def unshard(sharding: Sharding, x: Tensor, dim: int) -> Tensor:
     dim = dim % x.ndim
     if x.shape[dim] != plan.local_size:
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, but a rank's part has {plan.local_size}")
+    rows, axes = len(plan.rows), token_axes_of(x)
+    before = axes[dim - 1] if dim and axes else ("B",)
+    if rows > 1 and (dim == 0 or x.shape[dim - 1] != rows or before != ("B",)):
+        raise ValueError(
+            f"x, of shape {tuple(x.shape)}, does not have the {rows} rows of the batch at the dim before its tokens at "
+            f"dim {dim}: move them there"
+        )
     if batch_number(x) not in (None, last.handed.number):
         raise ValueError("x is of another batch than the last one: call unshard() before the next batch is cut")
     return cast(Tensor, _Unshard.apply(x, dim, sharding, plan))

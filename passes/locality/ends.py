@@ -275,8 +275,9 @@ class Outputs:
                 isinstance(factor, Order) for factor in state.dims[state.token_dim] or ()
             ):
                 self.findings.refuse(leaf, Reason.TOKEN_MIXING, "an output holds tokens in an order of the shard's own")
-            if fewer(state.dims):
-                detail = f"an output has {fewer(state.dims)} tokens fewer than the row: give it one entry for each"
+            if by := fewer(state.dims):
+                how = "fewer" if by > 0 else "more"
+                detail = f"an output has {abs(by)} tokens {how} than the row: give it one entry for each"
                 self.findings.refuse(leaf, Reason.TOKEN_MIXING, detail)
             if state.table is not None:
                 self.findings.in_turn.add(state.table)

@@ -14,6 +14,7 @@ from torch import Tensor
 import cp_rewrite as cp
 from cp_rewrite.batch import shard as batch_shard
 from cp_rewrite.batch.active import active_plan
+from cp_rewrite.batch.marks import mark_token_axes
 
 TOKENS = {"input_ids": 1, "position_ids": 1, "labels": 1}
 
@@ -259,6 +260,19 @@ def test_unshard_checks_the_dim() -> None:
         sharding.unshard(local["x"], 9)
     with pytest.raises(TypeError, match="takes a tensor and its token dim, got list and 1"):
         sharding.unshard([1], 1)  # type: ignore[arg-type]
+
+
+def test_unshard_finds_the_rows_before_the_tokens() -> None:
+    """As many heads as rows would be taken for these."""
+    sharding = cp.Sharding(1, {"x": 1}, cp.DocumentIds("x"))
+    with sharding.shard({"x": torch.zeros(2, 6, dtype=torch.int64)}):
+        pass
+    heads = torch.zeros(2, 2, 6)
+    assert sharding.unshard(heads, 2).shape == (2, 2, 6)
+    mark_token_axes(heads, (("B",), None, ("T",)))
+    for x in (heads, torch.zeros(2, 3, 6), torch.zeros(6)):
+        with pytest.raises(ValueError, match="does not have the 2 rows of the batch at the dim before its tokens"):
+            sharding.unshard(x, -1)
 
 
 def test_rows_beyond_what_masks_are_proven_for_are_refused() -> None:

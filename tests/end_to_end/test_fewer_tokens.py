@@ -168,3 +168,21 @@ BESIDE: dict[str, Mix] = {
 def test_beside_fewer_tokens_is_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXES, "beside", BESIDE[name])
     check_or_refuse(Fewer(["beside"]))
+
+
+class Returned(PackedModel):
+    """Returns some of the logits beside its loss."""
+
+    def __init__(self, some: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.some = some
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().loss(logits, labels, num_items), "some": self.some(logits)}
+
+
+@pytest.mark.parametrize(
+    ("some", "said"), [(lambda x: x[:, 2:], "2 tokens fewer"), (lambda x: F.pad(x, (0, 0, 2, 0)), "2 tokens more")]
+)
+def test_an_output_has_one_entry_for_each_token(some: Callable[[Tensor], Tensor], said: str) -> None:
+    assert f"an output has {said} than the row" in (check_or_refuse(Returned(some)) or "")
