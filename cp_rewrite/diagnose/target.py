@@ -111,12 +111,14 @@ def needs_of(model: nn.Module, gm: fx.GraphModule, tokens: int, target: DeviceFa
     holders = {place.module for module in names.values() for place in places(module).values()}
     graph = _Graph(gm, tokens, target, frozenset(name for name, module in model.named_modules() if module in holders))
     paths = [path for path in graph.paths if path]
-    weights = _weights_by_layer(model, paths)
+    short = {_plain(path): path for path in paths}
+    weights = _weights_by_layer(model, short)
     experts: dict[str, list[ExpertLayer]] = defaultdict(list)
     for name, module in names.items():
         chosen = graph.chosen.get(name) or min(chosen_of(module), widths_of(module).experts)
-        experts[_layer_of(name, paths)].append(_sizes_of(module, chosen))
-    wide, beside = (tuple(graph.wide(path, beside) for path in paths) for beside in (False, True))
+        experts[_layer_of(name, short)].append(_sizes_of(module, chosen))
+    wide = tuple(graph.wide(path) for path in paths)
+    beside = tuple(graph.wide(path, beside=True) for path in paths) if graph.of_experts else wide
     found = [
         Layer(
             *weights[path],
@@ -168,6 +170,8 @@ class _Graph:
     """Layer -> its matrix products."""
     chosen: dict[str, int] = field(default_factory=dict[str, int])
     """Layers of experts that run as one op, by name -> experts that a token has."""
+    of_experts: set[fx.Node] = field(default_factory=set[fx.Node])
+    """Products in layers of experts that ranks can share."""
     _paths: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     _nodes: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     _operands: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
@@ -184,9 +188,11 @@ class _Graph:
                 self._nodes[self.path(node)].append(node)
                 if _is_product(node) and self.size(node):
                     self.products[self.path(node)][node] = None
+                if _is_product(node) and self._expert_layers_around(node):
+                    self.of_experts.add(node)
                 if op_name(node) == "experts.default":
                     width: int = value_of(bind(node)["chosen"]).shape[1]
-                    self.chosen |= dict.fromkeys(self._names(node) & self.expert_layers, width)
+                    self.chosen |= dict.fromkeys(self._expert_layers_around(node), width)
 
     @property
     def paths(self) -> Collection[str]:
@@ -220,21 +226,17 @@ class _Graph:
             else:
                 return node
 
-    def in_experts(self, node: fx.Node) -> bool:
-        """True if a node stands in a layer of experts that ranks can share."""
-        return not self.expert_layers.isdisjoint(self._names(node))
-
-    def _names(self, node: fx.Node) -> set[str]:
-        """Names of the modules that a node stands in."""
+    def _expert_layers_around(self, node: fx.Node) -> set[str]:
+        """Names of the layers of experts that a node stands in."""
         stack: Any = node.meta.get("nn_module_stack") or {}
-        return {_plain(str(path)) for path, _ in stack.values()}
+        return {_plain(str(path)) for path, _ in stack.values()} & self.expert_layers if self.expert_layers else set()
 
     def kept(self, path: str, beside: bool = False) -> list[fx.Node]:
         """Tensors that the backward of a layer reads, but for those that enter it. beside: what it reads beside its
         layers of experts."""
         found: dict[fx.Node, None] = {}
         for node in self._nodes[path]:
-            if node not in self.products[path] or (beside and self.in_experts(node)):
+            if node not in self.products[path] or (beside and node in self.of_experts):
                 continue
             if self._is_read(node, path):
                 found[node] = None
@@ -248,7 +250,7 @@ class _Graph:
     def layer(self, path: str) -> dict[str, float]:
         """Sizes of a layer, as `Layer` names them."""
         kept, own, enters = self.kept(path), self.products[path], self.enters(path)
-        beside = self.kept(path, beside=True)
+        beside = self.kept(path, beside=True) if self.of_experts else kept
         solved = sum(map(self.solved, own))
         order = {node: i for i, node in enumerate(self._nodes[path]) if node.op != "output"}
         attends = [node for node in own if op_name(node) in _ATTENTION]
@@ -260,7 +262,7 @@ class _Graph:
             "kept_beside": enters + sum(map(self.size, beside)) + solved,
             "before_attention": enters + sum(self.size(node) for node in kept if order.get(node, 0) <= last),
             "widest": max(map(self.size, (*kept, *own)), default=0.0),
-            "widest_beside": max(map(self.size, (*beside, *(n for n in own if not self.in_experts(n)))), default=0.0),
+            "widest_beside": max(map(self.size, (*beside, *(n for n in own if n not in self.of_experts))), default=0.0),
             "grouped": max(map(self.size, self.grouped(path)), default=0.0),
             "queries": queries,
             "keys": keys,
@@ -364,9 +366,10 @@ def _is_linear(node: fx.Node) -> bool:
     return op_name(node) in _LINEAR
 
 
-def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tuple[int, int]]:
-    """(parameters, trained ones) of each layer, by the path that Dynamo gives it, and of what is in none by ""."""
-    counts: dict[str, list[int]] = {path: [0, 0] for path in ("", *layers)}
+def _weights_by_layer(model: nn.Module, layers: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """(parameters, trained ones) of each layer, by the path that Dynamo gives it, and of what is in none by "". layers:
+    as of `_layer_of`."""
+    counts: dict[str, list[int]] = {path: [0, 0] for path in ("", *layers.values())}
     for name, weight in model.named_parameters():
         path = _layer_of(name, layers)
         for i, counted in enumerate((True, weight.requires_grad)):
@@ -374,10 +377,11 @@ def _weights_by_layer(model: nn.Module, layers: Collection[str]) -> dict[str, tu
     return {path: (total, trained) for path, (total, trained) in counts.items()}
 
 
-def _layer_of(name: str, layers: Collection[str]) -> str:
-    """The path of the one of these layers that has the parameter or module of this name; "" of none."""
+def _layer_of(name: str, layers: Mapping[str, str]) -> str:
+    """The path of the layer that has the parameter or module of this name; "": none has. layers: as names of parameters
+    begin (`_plain`) -> paths that Dynamo gives."""
     found = _LAYER.match(name)
-    return next((path for path in layers if found and _plain(path) == found[1]), "")
+    return layers.get(found[1], "") if found else ""
 
 
 def _sizes_of(layer: Any, chosen: int) -> ExpertLayer:

@@ -59,9 +59,14 @@ class Place(NamedTuple):
 
 def family_of(layer: nn.Module) -> Family | None:
     """The family of a layer whose weights are where it has them."""
-    family = FAMILIES.get(f"{type(layer).__module__}.{type(layer).__name__}".removeprefix("transformers.models."))
+    family = FAMILIES.get(_known_as(type(layer)))
     found = family and [_place(layer, name) for name in (family.up, family.down)]
     return family if found and all(found) else None
+
+
+def _known_as(kind: type[nn.Module]) -> str:
+    """The name of a class among `FAMILIES`."""
+    return f"{kind.__module__}.{kind.__name__}".removeprefix("transformers.models.")
 
 
 def places(layer: Any) -> dict[str, Place]:
@@ -121,7 +126,7 @@ def _place(layer: nn.Module, name: str) -> Place | None:
 @functools.cache
 def means_the_same(kind: type[nn.Module]) -> bool:
     """True if layers of a class give what the forward of their family gives."""
-    family = FAMILIES[f"{kind.__module__}.{kind.__name__}".removeprefix("transformers.models.")]
+    family = FAMILIES[_known_as(kind)]
     draw = torch.Generator().manual_seed(0)
     try:
         with torch.device("cpu"), torch.no_grad():

@@ -262,6 +262,15 @@ def test_experts_that_run_as_one_op_count_where_no_ranks_share_them(plain: Repor
         assert more == pytest.approx(2 * 64 * found.layers[0].experts[0].kept(experts, 2), abs=1)
 
 
+def test_tiles_spare_what_is_wide_in_a_layer_without_experts() -> None:
+    """A layer's backward makes 40 elements a token again, of which 30 are in tiles."""
+    layer = Layer(1000, 1000, enters=2.0, kept=42.0, before_attention=4.0, widest=10.0, wide=30.0, checkpointed=True)
+    needs, share = Needs((layer,), 0, 0, 0.0, 0.0), Share(10**6, 10**6, 2)
+    whole, tiled = (predict(needs, replace(share, tile=tile)) for tile in (None, 64))
+    assert whole.at == tiled.at == "layer"
+    assert tiled.workspace < whole.workspace - 2 * 30 * 10**6
+
+
 def test_weights_that_stay_whole_are_those_of_all_blocks() -> None:
     """At the loss, in bf16; of those that are asked for ahead as many as are."""
     layer = Layer(1000, 1000, 1.0, 2.0, 1.0, 1.0)

@@ -341,9 +341,11 @@ def _in_layer(layer: Layer, share: Share) -> int:
     layer = layer if share.experts == 1 else layer.beside_experts()
     again = layer.kept - layer.enters if layer.checkpointed else 0.0
     states = share.cuts * layer.states if layer.checkpointed else 0
-    in_op = item * rows * (again + layer.enters) + max((each.in_backward(share) for each in ops), default=0.0)
-    in_op = in_op + (by_ops if layer.checkpointed else 0.0) if ops else 0.0
-    own -= 0.0 if layer.checkpointed else by_ops  # which is gone behind the op
+    in_op = 0.0
+    if ops:
+        in_op = item * rows * (again + layer.enters) + max(each.in_backward(share) for each in ops)
+        in_op += by_ops if layer.checkpointed else 0.0
+        own -= 0.0 if layer.checkpointed else by_ops  # which is gone behind the op
     gone = layer.kept - layer.before_attention
     # Gradients of outputs and queries, the latter in fp32 too; foreign keys, and their gradients in fp32. Behind that
     # gradients of keys on their way home, sorted by rank in fp32, and their sums.
