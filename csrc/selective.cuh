@@ -40,6 +40,14 @@ __device__ __forceinline__ float power(float x) {
   return y;
 }
 
+// A state behind dt d, and with u B added: of four numbers of a channel.
+__device__ __forceinline__ float4 decayed(float d, float4 a, float4 s) {
+  return make_float4(power(d * a.x) * s.x, power(d * a.y) * s.y, power(d * a.z) * s.z, power(d * a.w) * s.w);
+}
+__device__ __forceinline__ float4 plus(float4 s, float u, float4 v) {
+  return make_float4(s.x + u * v.x, s.y + u * v.y, s.z + u * v.z, s.w + u * v.w);
+}
+
 struct Chunk {
   u64 first;
   u32 count;

@@ -35,12 +35,6 @@ __device__ __forceinline__ void sum_over_lanes(float* value, u32 lane, u32& numb
   }
 }
 
-__device__ __forceinline__ float4 decayed(float d, float4 a, float4 s) {
-  return make_float4(power(d * a.x) * s.x, power(d * a.y) * s.y, power(d * a.z) * s.z, power(d * a.w) * s.w);
-}
-__device__ __forceinline__ float4 plus(float4 s, float u, float4 v) {
-  return make_float4(s.x + u * v.x, s.y + u * v.y, s.z + u * v.z, s.w + u * v.w);
-}
 __device__ __forceinline__ float4 times(float4 a, float4 b) {
   return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
 }

@@ -45,13 +45,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) selective_ends(
 #endif
 #pragma unroll
       for (u32 n = 0; n < FOURS; ++n) {
-        const float4 w = v[n];
 #if defined(BACK)
-        s[n].x = power(d[i] * a[n].x) * (s[n].x + u[i] * w.x), s[n].y = power(d[i] * a[n].y) * (s[n].y + u[i] * w.y);
-        s[n].z = power(d[i] * a[n].z) * (s[n].z + u[i] * w.z), s[n].w = power(d[i] * a[n].w) * (s[n].w + u[i] * w.w);
+        s[n] = decayed(d[i], a[n], plus(s[n], u[i], v[n]));
 #else
-        s[n].x = power(d[i] * a[n].x) * s[n].x + u[i] * w.x, s[n].y = power(d[i] * a[n].y) * s[n].y + u[i] * w.y;
-        s[n].z = power(d[i] * a[n].z) * s[n].z + u[i] * w.z, s[n].w = power(d[i] * a[n].w) * s[n].w + u[i] * w.w;
+        s[n] = plus(decayed(d[i], a[n], s[n]), u[i], v[n]);
 #endif
       }
     }

@@ -34,9 +34,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) selective_out(
       float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (u32 n = 0; n < FOURS; ++n) {
-        const float4 w = write[begin + i][n], l = look[begin + i][n];
-        s[n].x = power(d[i] * a[n].x) * s[n].x + u[i] * w.x, s[n].y = power(d[i] * a[n].y) * s[n].y + u[i] * w.y;
-        s[n].z = power(d[i] * a[n].z) * s[n].z + u[i] * w.z, s[n].w = power(d[i] * a[n].w) * s[n].w + u[i] * w.w;
+        const float4 l = look[begin + i][n];
+        s[n] = plus(decayed(d[i], a[n], s[n]), u[i], write[begin + i][n]);
         sum.x += s[n].x * l.x, sum.y += s[n].y * l.y, sum.z += s[n].z * l.z, sum.w += s[n].w * l.w;
       }
       if (begin + i < rows.count) store(out + (begin + i) * channels, sum.x + sum.y + (sum.z + sum.w));

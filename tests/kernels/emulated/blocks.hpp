@@ -3,57 +3,15 @@
 #pragma once
 #include <ucontext.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <tuple>
 #include <utility>
 #include <vector>
-using std::max, std::min;
 
-#define __global__
-#define __device__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
+#include "scalars.hpp"
+
 #define __shared__ static
-
-struct float4 {
-  float x, y, z, w;
-};
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-struct uint4 {
-  uint32_t x, y, z, w;
-};
-struct uint2 {
-  uint32_t x, y;
-};
-inline float __uint_as_float(uint32_t x) {
-  float y;
-  memcpy(&y, &x, 4);
-  return y;
-}
-inline uint32_t __float_as_uint(float x) {
-  uint32_t y;
-  memcpy(&y, &x, 4);
-  return y;
-}
-// Of the PTX statement: to the nearest, to even, of what is no NaN.
-inline uint16_t to_bf16(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return x != x ? 0x7fff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-template <class T>
-T __ldcs(const T* at) {
-  return *at;
-}
-template <class T>
-void __stcs(T* at, T value) {
-  *at = value;
-}
 
 struct Index {
   uint32_t x;
@@ -63,7 +21,6 @@ struct Fiber {
   std::vector<char> stack = std::vector<char>(1 << 17);
   Index index;
   bool done;
-  uint32_t shuffles;
 };
 inline std::vector<Fiber> fibers(1024);
 inline ucontext_t scheduler;
@@ -123,7 +80,6 @@ inline void run_block(uint32_t threads) {
     makecontext(&fiber.context, run_fiber, 0);
   }
   while (live) {
-    const uint32_t before = live;
     for (uint32_t i = 0; i < threads; ++i)
       if (!fibers[i].done) current = &fibers[i], swapcontext(&scheduler, &current->context);
   }

@@ -1,54 +1,15 @@
 // A kernel that waits for no other, one thread after the other: see `test_round_sums.py`.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-using std::max, std::min;
+#include "scalars.hpp"
 
-#define __global__
-#define __device__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-
-struct uint4 {
-  uint32_t x, y, z, w;
-};
 struct float2 {
   float x, y;
 };
-struct float4 {
-  float x, y, z, w;
-};
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index {
   uint32_t x, y;
 };
 static Index threadIdx, blockIdx;
 
-static uint32_t __float_as_uint(float x) {
-  uint32_t y;
-  memcpy(&y, &x, 4);
-  return y;
-}
-static float __uint_as_float(uint32_t x) {
-  float y;
-  memcpy(&y, &x, 4);
-  return y;
-}
 static int __float2int_rn(float x) { return (int)std::nearbyint(x); }
-// Of the PTX statement: to the nearest, to even, of what is no NaN.
-static uint16_t to_bf16(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-template <class T>
-T __ldcs(const T* at) {
-  return *at;
-}
-template <class T>
-void __stcs(T* at, T value) {
-  *at = value;
-}
 
 #include "round_sums.cu"
 
